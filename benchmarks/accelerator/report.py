@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -130,6 +131,8 @@ def render(results: Results) -> str:
         for name, r in everything.items()
         if name not in results
     ]
+    if any(result.get("clocks") for result in results.values()):
+        parts.append(f"### Clocks\n\n{clocks(results)}")
     if problems:
         parts.append("### Not finished\n\n" + table(("piece", "", "why"), problems))
     return "\n\n".join(parts)
@@ -293,6 +296,20 @@ def fidelity(results: Results) -> str:
             difference = "" if loss is None or base is None else f"{loss - base:+.4f}"
             lines.append((name, r["variant"], measured, difference))
     return table(("model", "variant", "validation loss", "- bf16"), lines)
+
+
+def clocks(results: Results) -> str:
+    """The GPU's clock in each piece while it was busy: pieces at different clocks cannot be compared."""
+    lines = []
+    for name, result in results.items():
+        if not (samples := result.get("clocks")):
+            continue
+        most = max(watts for _, _, watts, _ in samples)
+        busy = [sample for sample in samples if sample[2] >= most / 2]  # not while it compiles
+        mhz, _, _, celsius = zip(*busy, strict=True)
+        median, span = f"{statistics.median(mhz):,.0f}", f"{min(mhz):,.0f} to {max(mhz):,.0f}"
+        lines.append((name, median, span, f"{most:.0f}", f"{max(celsius):.0f}"))
+    return table(("piece", "MHz, median", "from", "most W", "most °C"), lines)
 
 
 RUNS = ("8b_fp8", "8b_bf16", "8b_int8", "8b_fp8_light", "torch_8b_bf16", "torch_8b_fp8")

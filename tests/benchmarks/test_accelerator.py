@@ -125,6 +125,14 @@ def test_results_of_another_device_are_not_mixed_in():
         assert "5,000" not in told
 
 
+def test_the_clocks_of_a_piece_are_those_while_the_gpu_was_busy():
+    results = of_device(H200, **{"8b_fp8": steps(11_000.0), "8b_bf16": steps(10_000.0)})
+    assert "Clocks" not in report.render(results)
+    compiling, running = [345.0, 2619.0, 75.0, 30.0], [1980.0, 3201.0, 650.0, 60.0]
+    results["8b_fp8"]["clocks"] = [compiling, compiling, running, running, [1755.0, 3201.0, 700.0, 71.0]]
+    assert "| 8b_fp8 | 1,980 | 1,755 to 1,980 | 700 | 71 |" in report.render(results)
+
+
 def test_the_worst_of_a_part_is_no_target_that_is_met():
     for target, piece, row in [
         ("resumed runs", "smoke", {"equal": True}),
