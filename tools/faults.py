@@ -2384,7 +2384,7 @@ RUNTIME = [
     *_in(
         "runtime/writers.py",
         "runtime/test_writers.py",
-        ('if record["step"] <= last]', 'if record["step"] < last]'),
+        ('or record["step"] <= last]', 'or record["step"] < last]'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
         ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
         (

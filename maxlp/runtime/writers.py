@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 
 import jax
 import numpy as np
+from absl import logging
 
 from maxlp.runtime import files
 
@@ -127,8 +128,9 @@ class JsonlWriter:
         if path.exists():
             # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
-            kept = [line + "\n" for line, record in _parse_lines(path) if record["step"] <= last]
-            files.write_text(path, "".join(kept))
+            lines = _parse_lines(path)
+            kept = [line + b"\n" for line, record in lines if record is None or record["step"] <= last]
+            files.write_bytes(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -143,12 +145,13 @@ class JsonlWriter:
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Reads the records of a ``metrics.jsonl`` in order.
 
-    Lines truncated by a crash are skipped; a missing file has no records.
+    A last line truncated by a crash is skipped, other lines that are not records are reported; a missing
+    file has no records.
 
     Raises:
       ValueError: a value that is not a number.
     """
-    records = [record for _, record in _parse_lines(Path(path))]
+    records = [record for _, record in _parse_lines(Path(path)) if record is not None]
     for record in records:
         for name, value in record.items():
             if not isinstance(value, int | float):
@@ -157,16 +160,24 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not path.exists():
-        return
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield line, record
+def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line and its record, or None and a warning if it is not one; without a truncated last line."""
+    content = path.read_bytes() if path.exists() else b""
+    parsed = [(line, _parse(line)) for line in content.splitlines()]
+    if parsed and parsed[-1][1] is None and not content.endswith(b"\n"):
+        parsed.pop()
+    if others := [number for number, (_, record) in enumerate(parsed, 1) if record is None]:
+        message = "%s: ignored %d of %d lines, which are not records; the first is line %d"
+        logging.warning(message, path, len(others), len(parsed), others[0])
+    return parsed
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class ConsoleWriter:

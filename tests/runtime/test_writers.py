@@ -64,7 +64,7 @@ def test_a_fresh_start_repeats_step_zero(tmp_path):
     assert len(writers.read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
-def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
+def test_reading_reports_lines_that_are_not_records_and_keeps_nan(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     assert writers.read_jsonl(path) == []
     with writer(tmp_path) as w:
@@ -72,6 +72,16 @@ def test_reading_skips_lines_that_are_not_records_and_keeps_nan(tmp_path):
     path.write_bytes(path.read_bytes() + b'7\n\x00\x00\n{"no": 1}\n{"step": "2"}\n{"step": 2, "train/lo')
     (record,) = writers.read_jsonl(path)
     assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
+    assert caplog.messages == [f"{path}: ignored 4 of 5 lines, which are not records; the first is line 2"]
+
+
+def test_a_resume_keeps_lines_that_are_not_records(tmp_path):
+    path, others = tmp_path / "metrics.jsonl", [b"by hand", b"\xff\x00", b'{"no": 1}']
+    write_steps(tmp_path, range(1, 4), 0)
+    first, *later = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, *others, *later]) + b'\n{"step": 9')
+    write_steps(tmp_path, [], 1)
+    assert path.read_bytes().splitlines() == [first, *others]
 
 
 def test_a_value_that_is_no_number_is_named(tmp_path):
