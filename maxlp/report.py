@@ -56,7 +56,7 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
         raise ValueError(f"--precision={precision} applies to a replay only; add --spike=STEP")
     print(shown(report_text(run)))
     try:
-        if path := plot_curves(run.workdir):
+        if path := plot_curves(run):
             if mirror := mirrored(path):
                 mirror.send(path)
             print(shown(f"\nCurves in {path}"))

@@ -347,9 +347,10 @@ def finish(workdir: Path) -> int:
         from maxlp.monitoring import curves, sections
         from maxlp.monitoring.run_record import load_run
 
-        print_primary(sections.section_text("done", sections.loss_lines(load_run(workdir))))
+        run = load_run(workdir)
+        print_primary(sections.section_text("done", sections.loss_lines(run)))
         more = f"python -m maxlp.report {shlex.quote(str(workdir))}"
-        print_primary(f"curves: {curves.plot_curves(workdir)}; more: {more}")
+        print_primary(f"curves: {curves.plot_curves(run)}; more: {more}")
     return 0
 
 

@@ -19,6 +19,14 @@ def test_without_metrics_there_is_only_text(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("no metrics yet\n")
 
 
+def test_a_damaged_config_is_reported_once(tmp_path, caplog):
+    write_run(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    report.show(str(tmp_path))
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'config.json'} is damaged (")
+
+
 def test_a_workdir_that_cannot_be_written_to_has_a_report(tmp_path, capsys, monkeypatch):
     write_run(tmp_path)
 

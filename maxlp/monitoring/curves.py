@@ -4,7 +4,6 @@ A new panel is one function and one entry in `PANELS`.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxlp.monitoring.run_record import Run, counted, load_run, tail
+from maxlp.monitoring.run_record import Run, counted, tail
 from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.files import naming
 
@@ -23,11 +22,10 @@ LEGEND_COLUMNS = 3
 BLUE, ORANGE, RED, GREY = "#2f6db3", "#e07b1a", "#c8322b", "#8a8a8a"
 
 
-def plot_curves(workdir: str | os.PathLike[str]) -> Path | None:
+def plot_curves(run: Run) -> Path | None:
     """Draws `loss.png`; returns its path, or None if no training loss has been recorded yet."""
     from matplotlib.figure import Figure  # slow to import; training needs it only at the end
 
-    run = load_run(workdir)
     if not len(run.series("train/loss")[0]):
         return None
     rows = math.ceil(len(PANELS) / 3)

@@ -19,21 +19,21 @@ def test_the_picture_shows_curves_evaluations_and_spikes(tmp_path):
     losses = 2 + 0.01 * np.sin(np.arange(40))
     write_run(tmp_path, losses=losses)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    path = curves.plot_curves(tmp_path)
+    path = curves.plot_curves(load_run(tmp_path))
     assert path == tmp_path / "loss.png"
     assert pixels(path, curves.BLUE) > 1000 and pixels(path, curves.ORANGE) > 100
     assert pixels(path, curves.RED) == 0
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p != path} == before
     losses[20] += 1.0
     write_run(tmp_path, losses=losses)
-    assert pixels(curves.plot_curves(tmp_path), curves.RED) > 10
+    assert pixels(curves.plot_curves(load_run(tmp_path)), curves.RED) > 10
 
 
 def test_a_first_record_and_a_new_panel(tmp_path, monkeypatch):
     write_run(tmp_path, steps=10)
     drawn = []
     monkeypatch.setattr(curves, "PANELS", (*curves.PANELS, lambda axes, run: drawn.append(run.step)))
-    assert curves.plot_curves(tmp_path) is not None
+    assert curves.plot_curves(load_run(tmp_path)) is not None
     assert drawn == [10]
 
 
@@ -41,18 +41,18 @@ def test_any_name_of_a_workdir(tmp_path):
     workdir = tmp_path / r"cost $\foo$ 漢🙂"
     workdir.mkdir()
     write_run(workdir)
-    assert curves.plot_curves(workdir) == workdir / "loss.png"
+    assert curves.plot_curves(load_run(workdir)) == workdir / "loss.png"
 
 
 def test_losses_that_are_not_finite(tmp_path):
     write_run(tmp_path, losses=[2.0] * 3 + [math.nan] * 4 + [math.inf] + [2.0] * 32)
-    assert pixels(curves.plot_curves(tmp_path), curves.BLUE) > 1000
+    assert pixels(curves.plot_curves(load_run(tmp_path)), curves.BLUE) > 1000
     write_run(tmp_path, losses=[math.nan] * 40)
-    assert curves.plot_curves(tmp_path) is not None
+    assert curves.plot_curves(load_run(tmp_path)) is not None
 
 
 def test_no_picture_without_a_loss(tmp_path):
-    assert curves.plot_curves(tmp_path) is None
+    assert curves.plot_curves(load_run(tmp_path)) is None
     assert list(tmp_path.iterdir()) == []
 
 

@@ -249,7 +249,7 @@ def test_a_damaged_record_of_a_spike_is_named_and_the_others_are_shown(tmp_path,
         True
     ] * 2
     assert all("or delete it: only this spike" in line for line in named) and len(named) == 2
-    assert plot_curves(tmp_path)
+    assert plot_curves(load_run(tmp_path))
 
 
 def test_lines_are_as_long_as_the_terminal_is_wide(tmp_path, monkeypatch):
