@@ -20,6 +20,7 @@ from maxlp.optim import OPTIMIZERS
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.runtime import checkpoint
+from maxlp.runtime.distributed import print_primary
 from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
@@ -49,7 +50,9 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     Raises:
       ConfigError: a run that has a checkpoint would have another model or other data, or misread it.
     """
-    if not (workdir / "config.json").exists():
+    if not (path := workdir / "config.json").exists():
+        if saved_data_state(workdir) is not None:
+            print_primary(f"{path} is missing: what this start changes of the run's config is not known")
         return {}
     from maxlp.run import earlier_versions  # new runs do not need it
 

@@ -168,6 +168,13 @@ def test_other_changes_are_reported(run):
     assert changes.check_config(run, load("debug")) == {}
 
 
+def test_a_config_that_cannot_be_compared_is_reported(run, capsys):
+    assert changes.check_config(run, load("debug")) == {} and not capsys.readouterr().out
+    (run / "config.json").unlink()
+    assert changes.check_config(run, load("debug")) == {}
+    assert capsys.readouterr().out.startswith(f"{run / 'config.json'} is missing: ")
+
+
 def test_a_run_without_a_checkpoint_may_change(run):
     c = changed(load("debug"), {"model.rope_theta": 1e6})
     (run / "checkpoints" / "3").rename(run / "checkpoints" / "3.unfinished")
