@@ -418,7 +418,8 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
         return complete[-1]
     step, damaged = verification.newest_intact(root)
     if step is None:
-        found = verification.list_damaged(root, damaged) or "no step directory"
+        bad = verification.list_damaged(root, damaged)
+        found = f"{bad}; put back a good copy" if bad else "no step directory"
         if others := root.name.isdigit() and verification.list_numbered(root.parent):
             found = f"that step is not saved; {', '.join(map(str, others))} are"
         raise CheckpointError(f"no intact checkpoint in {root}: {found}")

@@ -335,6 +335,8 @@ def test_without_an_intact_checkpoint_the_run_does_not_silently_start_over(two_s
             ),
         ):
             checkpointer.restore_latest(abstract(small_state()))
+    with pytest.raises(CheckpointError, match=r"20 \(state/d.*, 10 \(state/d.*; put back a good copy$"):
+        checkpoint.restore(directory, abstract(small_state()))
     assert not logged, "the error names the faults"
     assert sorted(os.listdir(directory)) == ["10", "20"]
     for step in ("10", "20"):
