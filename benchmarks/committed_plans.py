@@ -27,12 +27,12 @@ HEADER = (
 
 
 def main() -> None:
+    found = {path.stem: path for path in sorted(PLANS.glob("*.json")) if path.stem != "scaling"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="make the plans again")
     parser.add_argument("--estimate", action="store_true", help="make the estimates of the plans again")
-    parser.add_argument("--only", nargs="*", help="names of plans")
+    parser.add_argument("--only", nargs="*", choices=found, metavar="PLAN", help="names of plans")
     args = parser.parse_args()
-    found = {path.stem: path for path in sorted(PLANS.glob("*.json")) if path.stem != "scaling"}
     print(HEADER)
     for name in args.only or found:
         if args.compile:

@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from llama_args import make_parser
+
 HERE = Path(__file__).parent
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  # `maxlp.runtime.cpu`
 
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--torch_python", default="", help="a Python with torch and transformers")
     parser.add_argument("--rounds", type=int, default=5)
     args, sizes = parser.parse_known_args()
+    make_parser("").parse_args(sizes)  # the scripts' own output is captured
     scripts: dict[str, tuple[str, str, dict[str, str]]] = {
         "maxlp": (sys.executable, "maxlp_llama.py", {}),
         "bare JAX": (sys.executable, "bare_llama.py", {}),

@@ -27,7 +27,17 @@ import fidelity_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fidelity_runs import ROOT, Data, Results, Trainer, Watch, digits, run_missing, watch_nothing
+from fidelity_runs import (
+    ROOT,
+    Data,
+    Results,
+    Trainer,
+    Watch,
+    check_names,
+    digits,
+    run_missing,
+    watch_nothing,
+)
 from flax import nnx
 
 from configs.llama import tiny
@@ -367,11 +377,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     variants = VARIANTS | {"smooth_swiglu": FORMS}
-    chosen = {name for experiment in args.experiments for name in variants.get(experiment, {})}
-    if unknown := sorted({*args.only} - chosen):
-        parser.error(
-            f"--only {unknown[0]!r} is no variant of these experiments: {', '.join(sorted(chosen))}"
-        )
+    check_names(parser, args.only, *(variants.get(experiment, {}) for experiment in args.experiments))
     with tempfile.TemporaryDirectory() as folder:
         data = None if args.draw else Data(tiny.get_config(), Path(folder), VALIDATION_BATCHES)
         for experiment in args.experiments:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fidelity_clip_figures import GROWTH, SHIFTS
-from fidelity_runs import ROOT, Data, Results, Trainer, digits, run_missing, watch_nothing
+from fidelity_runs import ROOT, Data, Results, Trainer, check_names, digits, run_missing, watch_nothing
 from flax import nnx
 from training import changed
 
@@ -176,6 +176,13 @@ FORMATS = {
 }
 
 
+LAYER_SCALES = {
+    f"{name}, {words}": changes | {"model.layer_scale": start}
+    for name, changes in FORMATS.items()
+    for words, start in (("none", None), ("from zero", 0.0))
+}
+
+
 def layer_scale(experiment: str, seeds: list[int], only: list[str], data: Data) -> None:
     """A deep, narrow image tower with and without layer-scale; all its matmuls are in one format."""
     tower, images = TOWERS[experiment], data.validation_batches[0]["image"]
@@ -183,11 +190,7 @@ def layer_scale(experiment: str, seeds: list[int], only: list[str], data: Data) 
         "model.visual.num_layers": tower.num_layers,
         "optimizer.learning_rate": tower.learning_rate,
     }
-    variants = {
-        f"{name}, {words}": sizes | changes | {"model.layer_scale": start}
-        for name, changes in FORMATS.items()
-        for words, start in (("none", None), ("from zero", 0.0))
-    }
+    variants = {name: sizes | changes for name, changes in LAYER_SCALES.items()}
 
     def measure(run: Trainer, seed: int) -> dict[str, Any]:
         state = with_large_outputs(run.init(seed), tower.residual)
@@ -253,6 +256,8 @@ def main() -> None:
         "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
     )
     args = parser.parse_args()
+    variants = {"precision": PRECISIONS, "spikes": OPTIMIZERS} | dict.fromkeys(TOWERS, LAYER_SCALES)
+    check_names(parser, args.only, *(variants[experiment] for experiment in args.experiments))
     trains_here = not args.draw and {*args.experiments} - {"precision"}
     with tempfile.TemporaryDirectory() as folder:
         data = Data(changed(debug.get_config(), SMALL), Path(folder)) if trains_here else None

@@ -1,10 +1,11 @@
 """What the fidelity experiments share: variants of a config, their training, and the results file."""
 
+import argparse
 import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ class Results:
         self.runs.setdefault(name, {})[str(seed)] = measured
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.runs, separators=(",", ":")) + "\n")
+
+
+def check_names(parser: argparse.ArgumentParser, only: list[str], *variants: Iterable[str]) -> None:
+    """Ends the command if one of the names is not of these variants."""
+    chosen = {*itertools.chain(*variants)}
+    if unknown := sorted({*only} - chosen):
+        parser.error(
+            f"--only {unknown[0]!r} is no variant of these experiments: {', '.join(sorted(chosen))}"
+        )
 
 
 def run_missing(

@@ -128,6 +128,8 @@ def main() -> None:
 
     chosen = optimizers(args.rank or args.embed_dim // 4, args.gap)
     if args.only:
+        if unknown := [name for name in args.only.split(";") if name not in chosen]:
+            parser.error(f"--only={unknown[0]} is unknown; the names: {'; '.join(chosen)}")
         chosen = {name: chosen[name] for name in args.only.split(";")}
     devices = jax.devices()[:1]
     baseline = with_optax_adamw(resolve(make_config(args, {}), devices))

@@ -286,6 +286,8 @@ def main() -> None:
     parser.add_argument("--dump", default="", help="directory for the programs")
     args = parser.parse_args()
     names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
+    if unknown := [name for name in names if name not in RECIPES]:
+        parser.error(f"--recipes={unknown[0]} is unknown; the names: {'; '.join(RECIPES)}")
     print(f"jax {jax.__version__}, {args.chip}, a Llama 8B block on {args.rows} × {args.length} tokens\n")
     print("| " + " | ".join(COLUMNS) + " |\n|---|---|" + "---:|" * (len(COLUMNS) - 2))
     base = None

@@ -5,19 +5,18 @@ python benchmarks/plan_search.py --presets llama/8b --machines h100:1x8 v5p:2x4x
 """
 
 import argparse
-import importlib
 import time
 from pathlib import Path
 
 from maxlp.plan import describe_layout, with_placeholder_data
 from maxlp.planning import search, topologies
 from maxlp.planning.topologies import GIB
+from maxlp.run.config import load_file
 from maxlp.run.settings import read
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PRESETS = [
-    f"{folder}/{path.stem}" for folder in ("llama", "clip") for path in (CONFIGS / folder).glob("[!_]*.py")
-]
+KNOWN = [f"{path.parent.name}/{path.stem}" for path in sorted(CONFIGS.glob("*/[!_]*.py"))]
+PRESETS = [name for name in KNOWN if name.startswith(("clip/", "llama/"))]
 GPUS = ("rtx4090", "rtx5090", "a100_40gb", "h100", "h200", "b200")  # 24, 32, 40, 80, 141 and 180 GB
 MACHINES = [f"{gpu}:1x{n}" for gpu in GPUS for n in (1, 2, 4, 8)]
 MACHINES += ["v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"]
@@ -26,15 +25,14 @@ MACHINES += ["v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4"]  # v5p-8 to v5p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="*", default=sorted(PRESETS))
+    parser.add_argument("--presets", nargs="*", default=PRESETS, choices=KNOWN, metavar="PRESET")
     parser.add_argument("--machines", nargs="*", default=MACHINES)
     args = parser.parse_args()
     topologies.compile_without_devices()
     print("| preset | machine | | per second | GiB | settings | s | CPU s |\n" + "|---" * 8 + "|")
     slowest, slowest_cpu = 0.0, 0.0
     for preset in args.presets:
-        c = importlib.import_module("configs." + preset.replace("/", ".")).get_config()
-        s = read(with_placeholder_data(c))
+        s = read(with_placeholder_data(load_file(preset)))
         for machine in args.machines:
             start, cpu_start = time.perf_counter(), time.process_time()
             found = search.find(s, topologies.parse(machine))
