@@ -21,7 +21,7 @@ case $action in
   --help) usage launch/tpu_pod.sh && exit ;;
   *) die "'$action' is none of install, run, log, stop" ;;
 esac
-if [[ $name != [a-z]* ]]; then die "$action needs the NAME of a TPU"; fi
+if [[ $name != [a-z]* ]]; then die "$action needs the name of a TPU, which begins with a-z, not '$name'"; fi
 shift 2
 while (($#)) && [[ $1 != -- ]]; do
   case $1 in

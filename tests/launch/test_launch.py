@@ -615,6 +615,7 @@ def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
         ["gcloud", "compute", "tpus", "tpu-vm", "ssh"],
     ]
     assert len(lines(tmp_path / "gcloud")) == 3
+    assert "name of a TPU, which begins with a-z, not 'NAME'" in run("tpu_pod.sh", "stop", "NAME", code=2)
 
 
 ARGUMENTS = ['--config=a"b\\c', "--workdir=gs://r é'", "--x=$HOME $(NAME) ${name} $$", "--y=a\n\tb"]
