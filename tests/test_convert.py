@@ -346,7 +346,7 @@ def test_an_exported_tokenizer_adds_the_special_tokens_of_training(
         ("clip_hf_quick_gelu", "text_model.embeddings.position_embedding.weight", None),
     ],
 )
-def test_texts_are_padded_as_in_training(name, table, exported, tmp_path):
+def test_texts_are_padded_as_in_training(name, table, exported, tmp_path, caplog):
     """A SigLIP pools the last position, which other libraries take at the end of the longest text."""
     source = write_source(tmp_path / "source", name)
     convert.import_weights(source, tmp_path / "run")
@@ -355,6 +355,7 @@ def test_texts_are_padded_as_in_training(name, table, exported, tmp_path):
     run_dir.save_config(tmp_path / "run", c)
     convert.export_weights(tmp_path / "run", tmp_path / "out", SOURCES[name][1])
     rows = Tensors(source)[table][:exported]
+    assert ("texts longer than data.text_len=5 were not trained" in caplog.text) == (exported is None)
     np.testing.assert_array_equal(Tensors(tmp_path / "out")[table], rows)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["text_config"]["max_position_embeddings"] == len(rows)

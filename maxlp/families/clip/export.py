@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from maxlp.data.tokenizers import Tokenizer
 from maxlp.families import hf_tokenizer
 from maxlp.families.clip import hf, open_clip, weights
@@ -77,10 +79,14 @@ def _as_trained(config: CLIPConfig, data: Mapping[str, Any]) -> CLIPConfig:
 
     Other libraries pad to the longest text that the model reads.
     """
-    text = config.text
-    if "text_len" not in data or (text.causal and text.pool != "last"):
+    text, text_len = config.text, data.get("text_len", config.text.max_len)
+    if text_len == text.max_len:
         return config
-    return dataclasses.replace(config, text=dataclasses.replace(text, max_len=data["text_len"]))
+    if text.causal and text.pool != "last":  # shorter texts do not depend on the later positions
+        what = "texts longer than data.text_len=%d were not trained; model.text.max_len=%d is exported"
+        logging.warning(what, text_len, text.max_len)
+        return config
+    return dataclasses.replace(config, text=dataclasses.replace(text, max_len=text_len))
 
 
 def _hf_layout(config: CLIPConfig) -> Layout:
