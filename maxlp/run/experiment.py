@@ -159,6 +159,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         from maxlp.monitoring.skip_guard import SkipGuard
 
         gates["guard"] = SkipGuard(s.spikes)
+    knows_gates = not s.train.release_gradients and s.train.local is None
+    assert knows_gates or not gates, f"run.combinations has to refuse the gates {', '.join(gates)}"
     if s.train.release_gradients:
         from maxlp.core import fused_backward
         from maxlp.parallel.by_layers import like_params

@@ -9,7 +9,7 @@ import pytest
 
 from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
-from maxlp.run import experiment
+from maxlp.run import constraints, experiment
 from maxlp.run.experiment import describe, resolve
 from tests import fixtures
 from tests.run.fixtures import changed, load
@@ -34,6 +34,20 @@ def test_the_seed_chooses_the_weights():
     kernel = [s["params"]["layers"]["mlp"]["up_proj"]["kernel"] for s in (first, other)]
     assert np.mean(np.asarray(kernel[0]) == np.asarray(kernel[1])) < 0.01
     assert first["step"] == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"train.release_gradients": True, "optimizer.clip_norm": 0.0},
+        {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2},
+    ],
+)
+def test_a_gate_that_no_rule_refuses_is_named(values, monkeypatch):
+    monkeypatch.setattr(constraints, "check", lambda *_: None)
+    c = changed(load("debug"), SMALL | values | {"spikes.guard": "skip"})
+    with pytest.raises(AssertionError, match="has to refuse the gates guard"):
+        resolve(c, jax.devices()[:2])
 
 
 def test_the_schedule_ends_with_the_run():
