@@ -212,6 +212,7 @@ def test_a_linear_layer_of_flax_takes_a_recipe_outside_of_a_stack():
         return nnx.value_and_grad(lambda model, x: jnp.mean(jnp.square(model(x) - 1)))(model, x)
 
     (value, grads), (ours, our_grads) = (loss_and_gradients(model, x) for model in (plain, quantized))
+    # E4M3 moves an operand by up to 1/16. Sums average that: 0.8 % of the loss, 5 % of the worst gradient.
     assert ours != value and float(ours) == pytest.approx(float(value), rel=0.05)
     our_grads = dict(nnx.to_flat_state(our_grads))
     for path, grad in nnx.to_flat_state(grads):
