@@ -347,6 +347,11 @@ OPTIM = [
         ("cosine = jnp.abs(dot(g, w))", "cosine = dot(g, w)"),
     ),
     *_in(
+        "optim/offload.py",
+        "core/test_fused_backward.py::test_scalars_stay_on_the_device",
+        ("if x.ndim else x, state)", ", state)"),
+    ),
+    *_in(
         "optim/rms.py",
         "optim/test_rms.py",
         ("max(eps**2, ", "max(eps, ", "optim/test_stable_adamw.py"),
@@ -1677,6 +1682,12 @@ CLIP = [
             "return 3 * [self.D] + 2 * [self.F]",
         ),
         ("tile = min(rows, settings.loss.tile_size)", "tile = max(rows, settings.loss.tile_size)"),
+        ("+ 8 * rows * E * 4", "+ 4 * rows * E * 4"),
+        ('(4 if settings.loss.method == "tiled" else 3)', "3"),
+        (
+            "return 4 * rows * settings.model.embed_dim * 4",
+            "return 2 * rows * settings.model.embed_dim * 4",
+        ),
     ),
     *_in(
         "families/compressed_tensors.py",
@@ -1760,6 +1771,11 @@ DATA = [
         "data/test_text.py",
         ("for state in states for name, part", "for state in states[:1] for name, part"),
         ('for key in ("step", "settings"):', 'for key in ("settings",):'),
+    ),
+    *_in(
+        "data/fingerprint.py",
+        "data/test_fingerprint.py",
+        ('side="right"', 'side="left"'),
     ),
     *_in(
         "data/common.py",
@@ -2555,6 +2571,7 @@ MONITORING = [
         "monitoring/run_record.py",
         "monitoring/test_run_record.py",
         ("            end = begin\n", ""),
+        ("bool(names) and all(", "bool(names) and any("),
         ("seen += (end - begin) * start.get(", "seen += end * start.get("),
         ('self.starts[-1].get("num_params")', 'self.starts[0].get("num_params")'),
         ("len(losses) // 10))", "len(losses) // 5))"),

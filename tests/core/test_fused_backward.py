@@ -10,7 +10,7 @@ import pytest
 
 from maxlp.core.train_state import num_params
 from maxlp.optim import state_bytes
-from maxlp.optim.offload import offload
+from maxlp.optim.offload import move, offload
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.runtime.checkpoint import Checkpointer, restore
@@ -226,6 +226,13 @@ def test_offloaded_steps_equal_the_others_and_go_on_from_their_checkpoint(tmp_pa
         assert leaf.sharding.memory_kind == ("pinned_host" if leaf.ndim else "device"), path
     for part in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(got[part]), jax.device_get(want[part]))
+
+
+def test_scalars_stay_on_the_device():
+    """On a CPU the compiled steps above keep them there in any case."""
+    space = jax.memory.Space
+    moved = jax.make_jaxpr(lambda state: move(state, space.Host))({"count": 0, "mu": np.ones(3)})
+    assert [leaf.memory_space for leaf in moved.out_avals] == [space.Device, space.Host]
 
 
 @pytest.mark.parametrize(

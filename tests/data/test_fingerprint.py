@@ -48,6 +48,13 @@ def test_changes_are_noticed(files):
     assert len(found) == 7
 
 
+def test_a_block_that_begins_where_a_file_ends_is_of_the_next_file(monkeypatch):
+    for name, value in dict(BLOCKS=4, BLOCK_BYTES=32).items():
+        monkeypatch.setattr(fingerprint, name, value)
+    places = {("a", 0, 32), ("a", 32, 32), ("b", 0, 32), ("b", 32, 32)}
+    assert {*fingerprint._samples(["a", "b"], [64, 64])} == places
+
+
 def test_empty_and_tiny_files(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 2)
     paths = [str(tmp_path / name) for name in "abc"]

@@ -68,16 +68,19 @@ def test_a_series_holds_the_records_that_have_it(tmp_path):
 )
 def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part):
     (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 20}}))
-    records = [{"step": 3, "eval/loss": 2.0}]
+    records = [{"step": 3, "eval/loss": 2.0, "eval/accuracy": 0.0}]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))
     run = load_run(tmp_path)
     assert run.validation_part("eval") == "the first 20 validation batches"
     assert dataclasses.replace(run, config={}).validation_part("eval") == "validation data"
-    records += [{"step": 3, "eval_full/loss": full}, {"step": 3, "magnitude/layers/0": 1.0}]
+    records += [
+        {"step": 3, "eval_full/loss": full, "eval_full/accuracy": 0.0},
+        {"step": 3, "magnitude/layers/0": 1.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     run = load_run(tmp_path)
     assert (run.validation_part("eval"), run.validation_part("eval_full")) == (part, "all validation data")
-    shown = [name for name, _ in loss_lines(run) if name.startswith("eval")]
+    shown = [name for name, _ in loss_lines(run) if name.startswith("eval") and name.endswith("loss")]
     assert shown == ["eval/loss", "eval_full/loss"][: 2 if full == 2.5 else 1], "numbers are listed once"
 
 
