@@ -41,12 +41,18 @@ def _suggestions(unknown: re.Match[str]) -> str:
     return f"--{unknown[1]} is unknown; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
 
 
+def _override_without_config(unknown: re.Match[str]) -> str:
+    if "config" not in flags.FLAGS:
+        return f"--{unknown[1]} is unknown; this command takes no --config, see --help"
+    return (
+        f"--{unknown[1]} is unknown without --config=PRESET; that of a run, and the --config.model values "
+        "that it needs too, are in the command that maxlp.report shows"
+    )
+
+
 # What absl and ml_collections report for a flag, in this project's words.
 WORDINGS: dict[str, str | Callable[[re.Match[str]], str]] = {
-    r"^Unknown command line flag '(config\..+?)'.*": (
-        r"--\1 is unknown without --config=PRESET; that of a run, and the --config.model values that it "
-        "needs too, are in the command that maxlp.report shows"
-    ),
+    r"^Unknown command line flag '(config\..+?)'.*": _override_without_config,
     r"^Unknown command line flag '(.+?)'\. Did you mean: (.+?) \?.*": _suggestions,
     r"^Unknown command line flag '(.+?)'$": r"--\1 is unknown; see --help",
     r"flag --(\w+)=None: Flag .* must have a value .*": r"--\1 is missing; see --help",

@@ -105,6 +105,14 @@ def test_a_flag_that_no_command_can_use_is_one_line(argument, message):
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
+def test_a_command_without_a_config_does_not_advise_one():
+    program = "from maxlp.run import cli; cli.run(print)"
+    command = [sys.executable, "-c", program, "--config.data.seq_len=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = "error: --config.data.seq_len is unknown; this command takes no --config, see --help\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_none_unsets_a_key_of_any_type():
     """As `configs/clip/low_precision.py` recommends."""
     keys = ["model.layer_scale", "optimizer.decay_with_clip", "train.total_steps", "optimizer.name"]
