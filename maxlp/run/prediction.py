@@ -208,14 +208,18 @@ def _add(
 
 
 def table(found: list[Prediction]) -> Iterator[str]:
-    """A line for each recipe: the ranking by the angle, and that by the Gaussian error."""
-    width = max(len("recipe"), *(len(p.name) for p in found))
-    by_mse = sorted(p.mse for p in found)
+    """A row for each recipe: the ranking by the angle, and that by the Gaussian error.
+
+    The numbers are below the recipes if one of their names leaves too little of 80 columns for them.
+    """
     header = f"{'rank':>6}{'1-cos':>10}{'error':>10}{'Δloss':>10}{'rank':>8}{'Gauss MSE':>11}"
-    yield f"{'recipe':<{width}}{header}"
+    width = max(len("recipe"), *(len(p.name) for p in found))
+    name = f"{{:<{width}}}" if width + len(header) <= 80 else "{}\n"
+    yield name.format("recipe") + header
+    by_mse = sorted(p.mse for p in found)
     for rank, p in enumerate(found, 1):
-        yield (
-            f"{p.name:<{width}}{rank:>6}{p.angle:>10.1e}{p.error:>10.1e}{p.loss:>+10.1e}"
+        yield name.format(p.name) + (
+            f"{rank:>6}{p.angle:>10.1e}{p.error:>10.1e}{p.loss:>+10.1e}"
             f"{by_mse.index(p.mse) + 1:>8}{p.mse:>11.1e}"
         )
 

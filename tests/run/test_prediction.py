@@ -70,6 +70,9 @@ def test_the_table_has_both_ranks():
     header, first, second = prediction.table(found)
     assert first.split() == ["a", "1", "1.0e-01", "2.0e-01", "+0.0e+00", "2", "5.0e-01"]
     assert len(header) == len(first) == len(second)
+    lines = "\n".join(prediction.table([*found, Prediction("x" * 59, 0.3, 0.4, 0.1, 0.6)])).split("\n")
+    assert lines[2:4] == ["a", first[len("long name") :]]
+    assert max(map(len, lines)) <= 80
 
 
 def test_gradients_are_those_of_all_batches_and_losses_their_mean(monkeypatch):
