@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--param_dtype", default="bfloat16")
-    parser.add_argument("--param_rounding", help="stochastic or kahan; to the nearest by default")
+    parser.add_argument("--param_rounding", help="as optimizer.param_rounding; to the nearest by default")
     parser.add_argument("--only", default="", help="comma-separated names of optimizers; released, not")
     parser.add_argument("--state_only", action="store_true", help="do not compile")
     args = parser.parse_args()

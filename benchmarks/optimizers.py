@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--gap", type=int, default=200, help="steps between GaLore's refreshes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="names of optimizers, separated by ;")
-    parser.add_argument("--bars", action="store_true", help="see above; sets sizes, rounds and names")
+    parser.add_argument("--bars", action="store_true", help="set sizes, rounds and names; check the goals")
     args = parser.parse_args()
     if args.bars:
         vars(args).update(embed_dim=512, num_layers=4, batch_size=8, seq_len=512, rounds=9, gap=200)
