@@ -173,7 +173,10 @@ class Chat:
         import tokenizers
 
         if "tokenizer.json" not in tokenizer.files:
-            raise ValueError("chats need a tokenizer.json; convert the tokenizer to one")
+            raise ValueError(
+                "chats need a tokenizer.json: convert a SentencePiece model to one, or let prepare text "
+                "--train_tokenizer write one"
+            )
         self._tokenizer = tokenizer
         # Recognizes special tokens, which `tokenizer` does not.
         self._library = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())

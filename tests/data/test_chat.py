@@ -544,6 +544,9 @@ def test_conversations_need_first_fit(tmp_path):
         data(source, write_tokenizer(tmp_path / "tok"), packing="concat")
     with pytest.raises(ValueError, match=r"^tokenizer '.*/none': it has no chat template; "):
         data(source, write_tokenizer(tmp_path / "none", None))
+    for learned in ("bytes", "bpe:512"):  # cannot be given a template
+        with pytest.raises(ValueError, match="prepare text --train_tokenizer"):
+            data(source, learned)
 
 
 GOOD = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -47,7 +47,8 @@ def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterato
     start, stop = 0, 10_000
     if "messages" in source[0]:
         raise ValueError(
-            f"source {source.name!r} holds conversations, which need a tokenizer with a chat template"
+            f"source {source.name!r} holds conversations, which need a tokenizer with a chat template, "
+            "such as DIR/tokenizer.json?chat_template=plain; prepare text --train_tokenizer makes one"
         )
     indices = np.random.default_rng(seed).permutation(len(source)).tolist()
     while indices:
