@@ -256,6 +256,11 @@ def describe(e: Experiment, state: State) -> str:
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
             f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} step{'s' * (warmup != 1)}"
         )
+    if s.model.param_dtype == "bfloat16" and s.optimizer.param_rounding is None and s.train.lora is None:
+        lines.append(
+            "warning: model.param_dtype=bfloat16 without optimizer.param_rounding loses updates below 2⁻⁹ "
+            "of a parameter; optimizer.param_rounding=stochastic needs no memory"
+        )
     adagc = s.optimizer.adagc
     if adagc is not None and (steps := adagc.warmup_steps) >= s.train.total_steps:
         lines.append(f"warning: optimizer.adagc.warmup_steps={steps} is the whole run; AdaGC never clips")

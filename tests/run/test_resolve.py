@@ -114,6 +114,13 @@ def test_the_description_warns_of_an_adagc_that_never_clips(steps, warns):
     assert ("warning: optimizer.adagc.warmup_steps=100 is the whole run" in text) == warns
 
 
+@pytest.mark.parametrize(("rounding", "warns"), [(None, True), ("stochastic", False)])
+def test_the_description_warns_of_updates_that_bfloat16_parameters_lose(rounding, warns):
+    run = resolved(model__param_dtype="bfloat16", optimizer__param_rounding=rounding)
+    text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+    assert ("loses updates below 2⁻⁹ of a parameter" in text) == warns
+
+
 @pytest.mark.parametrize("init_from", ["", "run"])
 def test_the_description_warns_of_ranks_and_of_galores_rate(init_from):
     """The rate is that of pre-training; a rank is cut in any run. Short sides are 64, and 32 of keys."""
