@@ -117,7 +117,10 @@ def load_config(workdir: Path) -> ConfigDict:
         raise ValueError(f"{path} is damaged ({others[0]} is not a section); {remedy}")
     from maxlp.run import earlier_versions  # new runs do not need it
 
-    return ConfigDict(earlier_versions.upgraded(config))
+    try:
+        return ConfigDict(earlier_versions.upgraded(config))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged (a wrong kind of value: {error}); {remedy}") from None
 
 
 def is_imported(config: Container[str]) -> bool:

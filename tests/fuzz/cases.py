@@ -58,6 +58,9 @@ DATA = {
     "clip": ("clip.py", "tokenizer.json", "pictures"),
 }
 RUN = {"llama": "run", "clip": "run_clip"}
+# Of these, `earlier_versions` replaces what had no effect.
+UPGRADED = {"precision.min_dim", "spikes.rewind_steps", "spikes.skip_batches", "optimizer.decay_with_clip"}
+UPGRADED |= {"metrics.wandb_group", "metrics.wandb_tags"}
 AS_TRAINED = {"precision", "optimizer", "train"}  # `evaluate` takes these sections from the run
 
 
@@ -280,6 +283,51 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
             "overwrite": ("maybe",),
         },
     ),
+    "lab": (
+        ("attribute", "run", "--recipe=fp8_current"),
+        ("run", *DATA["llama"]),
+        {
+            "step": ("-1", "0", "x", "1.5", "100000"),
+            "recipe": ("nosuch", "", "fp8_current:x=1"),
+            "top": ("0", "-1", "x"),
+            "out": ("llama.py", "llama.py/new"),
+            "recipes": ("fp8_current",),
+            "batches": ("2",),
+            "budget": ("0.1",),
+            "other": ("model.remat=block",),
+            "record": ("new",),
+            "against": ("nowhere",),
+            "steps": ("2",),
+            "config": ("llama.py",),
+        },
+    ),
+    "lab predict": (
+        ("predict", "run"),
+        ("run", *DATA["llama"]),
+        {
+            "recipes": ("nosuch", "fp8_current,nosuch", "simulate:format=x", "simulate:x=1"),
+            "batches": ("0", "-1", "x"),
+            "step": ("-1", "0", "x", "100000"),
+            "top": ("5",),
+        },
+    ),
+    "lab choose": (
+        ("choose", "run", "--recipe=fp8_current"),
+        ("run", *DATA["llama"]),
+        {"budget": ("-0.1", "1.5", "nan", "x"), "recipe": ("nosuch", "bf16"), "step": ("0", "100000")},
+    ),
+    "lab diff": (
+        ("diff", "run", "--other=model.remat=block"),
+        ("run", *DATA["llama"]),
+        {
+            "other": ("model.remat", "=", "nosuch=1", "model=1"),
+            "steps": ("0", "-1", "x"),
+            "step": ("0", "x", "100000"),
+            "record": ("new", "llama.py"),
+            "against": ("nowhere", "corpus"),
+            "budget": ("0.1",),
+        },
+    ),
     "convert import": (
         ("import", "--input=hf_clip", "--output=out"),
         ("hf_clip", "corpus"),
@@ -327,7 +375,7 @@ def flag(rng: random.Random) -> Case:
         word = rng.choice(("extra", "-5", "ünïcödé", "workdir=run", "—dry_run"))
         changed, names = (
             (*args, word),
-            (word, "'5'" if word == "-5" else word, "one workdir", "subcommand"),
+            (word, "'5'" if word == "-5" else word, "one workdir", "a second workdir", "subcommand"),
         )
     else:
         gone = rng.choice(args)
@@ -454,6 +502,7 @@ EVALUATE, GENERATE = (
     Command("generate", ("--workdir=run", "--max_new_tokens=4")),
 )
 EXPORT = Command("convert", ("export", "--workdir=run", "--output=out"))
+ATTRIBUTE = Command("lab", ("attribute", "run"))
 
 
 def state_file(rng: random.Random) -> Case:
@@ -498,10 +547,8 @@ def state_file(rng: random.Random) -> Case:
 
 def changed_state(rng: random.Random) -> Case:
     """A file of a run that is valid JSON of the wrong shape."""
-    command = rng.choice((EVALUATE, GENERATE, EXPORT))
-    key = rng.choice(
-        [key for key in KEYS["llama"] if key.startswith(("model.", "precision.")) and key.count(".") == 1]
-    )
+    command = rng.choice((EVALUATE, GENERATE, EXPORT, ATTRIBUTE))
+    key = rng.choice([key for key in KEYS["llama"] if key.count(".") == 1 and key not in UPGRADED])
     kind = KEYS["llama"][key]
     value = rng.choice([each for each in kind.wrong() if _is_json(each)])
 
@@ -522,7 +569,7 @@ def changed_state(rng: random.Random) -> Case:
         what=f"run/config.json: {what}",
         command=command,
         needs=("run", *DATA["llama"]),
-        names=(key.split(".")[1], key.split(".")[0]),
+        names=(key.split(".")[1], key.split(".")[0], "config.json"),
         damage=_edit_json("run/config.json", edit),
     )
 
@@ -531,7 +578,7 @@ def data_file(rng: random.Random) -> Case:
     """A corpus or a set of images that is damaged."""
     text, image = _source_commands(rng, "text"), _source_commands(rng, "image_text")
     tokenizer = Command("train", ("--config=llama.py", "--workdir=new"))
-    manifest = (*JSON, "missing")
+    manifest = (*(how for how in JSON if how != "utf-16"), "missing")  # `json` reads UTF-16 too
     binary = (
         "emptied",
         "cut in half",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-COMMANDS = ("train", "evaluate", "generate", "plan", "report", "prepare", "convert")
+COMMANDS = ("train", "evaluate", "generate", "plan", "report", "prepare", "convert", "lab")
 # What commands import only when they need it, at the cost of the first case that does.
 LATE = (
     *("orbax.checkpoint.experimental.v1", "orbax.checkpoint", "pyarrow.parquet", "sentencepiece"),

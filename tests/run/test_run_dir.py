@@ -93,10 +93,13 @@ def test_another_config_or_no_record_is_another_run(tmp_path):
 
 
 NO_SECTION = '{"starts": [3], "model": {"name": "llama"}, "precision": [1]}'
+NO_NAME = '{"starts": [3], "model": {"name": ["llama"]}}'
+NO_SOURCE = '{"starts": [3], "model": {"name": "llama"}, "data": {"source": 7}}'
 
 
 @pytest.mark.parametrize(
-    "content", ["", '{"starts": [', "[]", "{}", '{"starts": [3], "model": 3}', NO_SECTION]
+    "content",
+    ["", '{"starts": [', "[]", "{}", '{"starts": [3], "model": 3}', NO_SECTION, NO_NAME, NO_SOURCE],
 )
 @pytest.mark.parametrize(
     ("name", "read"),
