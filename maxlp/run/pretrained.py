@@ -87,7 +87,7 @@ class RunWeights:
     def load(self, abstract: State, mesh: Mesh) -> State:
         """The parameters in these dtypes and shardings."""
         self.check(abstract)
-        if self.config is None or self.workdir is None or "optimizer" not in self.config:
+        if self.config is None or self.workdir is None or run_dir.is_imported(self.config):
             return checkpoint.load_params(self.path, abstract)
         step = int(self.path.name) if self.path.parent == self.workdir / "checkpoints" else None
         params = published_params(self.workdir, step, mesh)
@@ -99,7 +99,9 @@ class RunWeights:
 
     @property
     def _adapters(self) -> Any:
-        return read(self.config).train.lora if self.config and "optimizer" in self.config else None
+        if self.config is None or run_dir.is_imported(self.config):
+            return None
+        return read(self.config).train.lora
 
 
 class LibraryWeights:

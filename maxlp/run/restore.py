@@ -27,7 +27,7 @@ def restore_model(
     Returns:
       its structure, {"params", "model_state"} on the mesh, and the step.
     """
-    if "optimizer" not in c:  # imported weights, whose config names the kernel of attention
+    if run_dir.is_imported(c):  # whose config names the kernel of attention
         graphdef, wanted = abstract_model(settings.make_model(*settings.read_model(c)), mesh)
     else:
         s = settings.read(c).on(settings.Machine.of(mesh))

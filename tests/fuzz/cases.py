@@ -548,7 +548,8 @@ def state_file(rng: random.Random) -> Case:
 def changed_state(rng: random.Random) -> Case:
     """A file of a run that is valid JSON of the wrong shape."""
     command = rng.choice((EVALUATE, GENERATE, EXPORT, ATTRIBUTE))
-    key = rng.choice([key for key in KEYS["llama"] if key.count(".") == 1 and key not in UPGRADED])
+    unread = {*UPGRADED, *FILES_AND_FOLDERS}
+    key = rng.choice([key for key in KEYS["llama"] if key.count(".") == 1 and key not in unread])
     kind = KEYS["llama"][key]
     value = rng.choice([each for each in kind.wrong() if _is_json(each)])
 

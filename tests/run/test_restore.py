@@ -12,6 +12,7 @@ from maxlp.core.train_state import abstract_state, init_state
 from maxlp.families.llama import hf
 from maxlp.families.weights import to_other
 from maxlp.run import run_dir
+from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
 from maxlp.run.restore import restore_model
 from maxlp.runtime.checkpoint import Checkpointer
@@ -93,6 +94,14 @@ def test_commands_that_use_a_model_restore_the_average(run, step):
     assert found == 2
     assert_equal(jax.device_get(state["params"]), average)
     assert nnx.merge(graphdef, state["params"], state["model_state"]).config.num_layers == 2
+
+
+def test_a_run_whose_config_has_lost_its_optimizer_is_not_taken_for_imported_weights(run):
+    c, workdir, _, _ = run
+    c = c.copy_and_resolve_references()
+    del c["optimizer"]
+    with pytest.raises(ConfigError, match=r"config\.optimizer is missing"):
+        restore_model(c, workdir, None, fixtures.make_mesh())
 
 
 def test_the_average_is_exported(run, tmp_path):
