@@ -114,7 +114,7 @@ def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     if config.mu_dtype is not None and not config.options.get("momentum"):
         reason = "without options.momentum it has no first moment; unset mu_dtype"
         yield "mu_dtype", config.mu_dtype, reason
-    if config.low_bit is not None and config.has_low_bit:
+    if config.low_bit is not None:
         reason = "its moments are factored; leave low_bit.mu and .nu unset"
         yield "low_bit.mu", config.low_bit.mu, reason
 

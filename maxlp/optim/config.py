@@ -139,11 +139,12 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether the format of any moment has scales."""
-        return any(name != "float32" and FORMATS[name].needs_scale for name in (self.mu, self.nu))
+        has_scales = any(name != "float32" and FORMATS[name].needs_scale for name in (self.mu, self.nu))
+        if self.block_size and not has_scales:
+            raise ValueError(
+                f"block_size={self.block_size} has no effect with mu={self.mu} and nu={self.nu}, which "
+                "have no scales; set it to 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ class OptimizerConfig:
       options: keyword arguments of this optimizer alone. Of `b1, b2, eps, mu_dtype` it takes those that
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
       galore: projection of the gradients; None, as also a rank of 0, does not project.
-      low_bit: storage of the moments in few bits; None stores them as they are.
+      low_bit: storage of the moments in few bits; None, as also float32 for both, stores them as they are.
       adascale: S, the ratio of the batch to the small one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`, sgd
         only). None counts each step as one.
@@ -229,6 +230,8 @@ class OptimizerConfig:
             schema.check_value(f"options.{key}", value, own[key])
         if self.galore is not None and not self.galore.rank:
             object.__setattr__(self, "galore", None)
+        if self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} == {"float32"}:
+            object.__setattr__(self, "low_bit", None)
         if not has_decay(self.schedule) and self.decay_fraction != OptimizerConfig.decay_fraction:
             others = " or ".join(repr(name) for name in SCHEDULES if has_decay(name))
             raise ValueError(
@@ -252,11 +255,6 @@ class OptimizerConfig:
     @property
     def kind(self) -> OptimizerKind:
         return pkgutil.resolve_name(OPTIMIZERS[self.name])
-
-    @property
-    def has_low_bit(self) -> bool:
-        """Whether moments are encoded."""
-        return self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} != {"float32"}
 
 
 def options_of(name: str) -> dict[str, Any]:

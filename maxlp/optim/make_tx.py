@@ -129,7 +129,7 @@ def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
         from maxlp.optim.galore import galore
 
         rescale = galore(rescale, config.galore)
-    if config.low_bit is not None and config.has_low_bit:
+    if config.low_bit is not None:
         from maxlp.optim.low_bit import low_bit
 
         rescale = low_bit(rescale, config.low_bit)

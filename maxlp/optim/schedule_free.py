@@ -34,7 +34,7 @@ def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
         yield "param_rounding", config.param_rounding, reason
     if config.offload:
         yield "offload", config.offload, "its average is evaluated on the device; set offload=False"
-    if config.low_bit is not None and config.has_low_bit and config.low_bit.nu == "float32":
+    if config.low_bit is not None and config.low_bit.nu == "float32":
         yield "low_bit.mu", config.low_bit.mu, "it has no first moment; set low_bit.nu"
 
 

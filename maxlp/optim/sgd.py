@@ -44,7 +44,7 @@ def _trace_of(state: Any) -> Any:
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     """The keys that SGD cannot work with."""
-    if config.low_bit is not None and config.has_low_bit and config.low_bit.mu == "float32":
+    if config.low_bit is not None and config.low_bit.mu == "float32":
         yield "low_bit.nu", config.low_bit.nu, "it has no second moment; set low_bit.mu"
 
 

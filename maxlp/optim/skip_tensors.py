@@ -20,7 +20,7 @@ def refusal(config: OptimizerConfig, guard: str) -> str | None:
             "spikes.guard=skip rejects each step in which a gradient is not finite, also with "
             "precision.loss_scale.per_tensor=True; set spikes.guard=rollback or off, or per_tensor=False"
         )
-    wrapped = config.galore is not None or config.has_low_bit or config.adascale is not None
+    wrapped = any(part is not None for part in (config.galore, config.low_bit, config.adascale))
     if config.kind.like_params and not wrapped and config.param_rounding != "float16_master":
         return None
     names = [name for name, kind in OPTIMIZERS.items() if pkgutil.resolve_name(kind).like_params]

@@ -234,7 +234,7 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
         parameters.append(("precision=pure_bf16", presets.PURE_BF16))
         if optimizer.mu_dtype is None:
             moments.append(("mu_dtype=bfloat16", {"optimizer.mu_dtype": "bfloat16"}))
-    if not optimizer.has_low_bit:
+    if optimizer.low_bit is None:
         moments.append(("low_bit=8bit", {"optimizer.low_bit": presets.LOW_BIT["8bit"]}))
     if optimizer.galore is None:
         rank = galore_rank(s)

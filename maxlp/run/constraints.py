@@ -206,17 +206,6 @@ def adascale_has_batches(s: Settings, machine: Machine) -> str | None:
     return adascale.refusal(s.optimizer.adascale, s.data.batch_size, s.train.microbatches)
 
 
-def moments_have_blocks(s: Settings, machine: Machine) -> str | None:
-    """A block is what shares a scale: without scales its size would be silently ignored."""
-    low_bit = s.optimizer.low_bit
-    if low_bit is None or not low_bit.block_size or low_bit.has_scales:
-        return None
-    return (
-        f"optimizer.low_bit.block_size={low_bit.block_size} has no effect with mu={low_bit.mu} and "
-        f"nu={low_bit.nu}, which have no scales; set it to 0"
-    )
-
-
 # --- adapters -------------------------------------------------------------------------------------------
 
 
@@ -320,7 +309,6 @@ RULES = (
     swapped_vocabularies_are_trained,
     adapters_are_few_numbers,
     targets_are_matrices,
-    moments_have_blocks,
     guard_uses_its_settings,
     outputs_are_made,
 )

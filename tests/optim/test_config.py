@@ -95,6 +95,10 @@ FREE = dict(name="schedule_free_adamw", schedule="constant")
         ({"low_bit": FP8 | {"nu": "int4"}}, r"^nu='int4' is unknown"),
         ({"low_bit": FP8 | {"block_size": -1}}, r"^block_size=-1 must be at least 0"),
         (
+            {"low_bit": {"mu": "bfloat16", "nu": "float32", "block_size": 256}},
+            r"^block_size=256 has no effect with mu=bfloat16 and nu=float32, .* set it to 0",
+        ),
+        (
             FREE | {"schedule": "cosine"},
             r"^schedule='cosine' cannot be combined with name='schedule_free_adamw': ",
         ),
@@ -187,6 +191,7 @@ def test_wrappers_that_are_off_go_with_everything(name):
     "changes",
     [
         {"name": "stable_adamw", "decay_with_clip": False},
+        {"low_bit": {"mu": "bfloat16", "nu": "float16", "block_size": 256}},
         {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "smooth"}},
         {"name": "lion", "low_bit": FP8},  # as by the argument low_bit=fp8
         FREE | {"low_bit": FP8},

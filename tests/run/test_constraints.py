@@ -24,7 +24,6 @@ AVERAGED = {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "cons
 LOCAL = {"train.local.steps": 10, "train.total_steps": 300, "mesh.data": 2}
 SAMPLED = {"precision.recipe": "wta_crs"}
 NOT_LOW_BIT = {"optimizer.low_bit.mu": "float32", "optimizer.low_bit.nu": "float32"}
-BFLOAT16_MOMENTS = NOT_LOW_BIT | {"optimizer.low_bit.mu": "bfloat16", "optimizer.low_bit.block_size": 256}
 REFUSED = {
     "batch_divides": [
         ({"data.batch_size": 12}, 8, "cpu", "use a multiple of 8"),
@@ -293,9 +292,6 @@ REFUSED = {
     "released_gradients_let_states_offload": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
     ],
-    "moments_have_blocks": [
-        (BFLOAT16_MOMENTS, 1, "cpu", "with mu=bfloat16 and nu=float32, which have no scales; set it to 0")
-    ],
     "guard_uses_its_settings": [
         (
             {"spikes.rewind_steps": 50},
@@ -317,7 +313,6 @@ REFUSED = {
     ],
 }
 ACCEPTED = [
-    BFLOAT16_MOMENTS | {"optimizer.low_bit.nu": "float16"},  # which has scales
     {"spikes.guard": "rollback", "spikes.rewind_steps": 50, "spikes.skip_batches": 0},
     {"checkpoint.every_steps": 300, "checkpoint.keep_every": 600},
     {"profile.start": 20, "metrics.wandb_project": "a", "metrics.wandb_tags": ("b",)},

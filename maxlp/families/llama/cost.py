@@ -382,26 +382,26 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
       fetched: bytes in the host's memory for one parameter.
     """
     optimizer = settings.optimizer
-    has_low_bit, rounding = optimizer.has_low_bit, optimizer.param_rounding
+    low_bit, rounding = optimizer.low_bit, optimizer.param_rounding
     largest = 4 * max(s.of_stage.L * s.D * s.F / (s.shards * s.t), s.end)
     if s.frozen:
         return 0.0
     if optimizer.offload:
-        in_float32 = has_low_bit and rounding is None and optimizer.galore is None
+        in_float32 = low_bit is not None and rounding is None and optimizer.galore is None
         updates = 4 * s.ends if in_float32 else 1 if rounding else 0
         return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
     if s.microbatches > 1:
         return 4 * params / s.param
     if s.released:
-        return 4 * (1 + s.ends) * s.end if has_low_bit or optimizer.galore or rounding else 0.0
+        return 4 * (1 + s.ends) * s.end if low_bit or optimizer.galore or rounding else 0.0
     grads = of_blocks(s) + (s.ends - 1) * s.end * s.a + 4 * s.end
     if rounding not in (None, "stochastic"):
         return grads + largest + 4 * s.end
-    if not (has_low_bit or optimizer.galore):
+    if not (low_bit or optimizer.galore):
         return grads + of_matrices(optimizer.kind.matmuls, largest)
     if optimizer.galore:
         return grads + largest
-    return grads + (0.7 if rounding else 1 if optimizer.low_bit.mu == "companded8" else 2) * largest
+    return grads + (0.7 if rounding else 1 if low_bit.mu == "companded8" else 2) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
