@@ -74,7 +74,7 @@ def train_step(
     outer = _without(params, cut.stacks)
 
     x, inputs_vjp = jax.vjp(cut.inputs, outer, backward)
-    calls = cut.calls()
+    calls = cut.calls(outer, backward)  # XLA removes what this computes a second time
     with jax.named_scope("layers"):
         passes = {path: _forward(call._replace(x=x[path])) for path, call in calls.items()}
     y = {path: done.y for path, done in passes.items()}
@@ -127,25 +127,17 @@ class _CutModel:
 
     def inputs(self, outer: dict, backward: dict) -> dict[StackPath, jax.Array]:
         """The inputs of the stacks."""
-        found = {}
+        return {path: call.x for path, call in self.calls(outer, backward).items()}
 
-        def record(path: StackPath, call: StackCall) -> jax.Array:
-            found[path] = call.x
-            return jnp.zeros_like(call.x)
-
-        self._run(outer, backward, record)
-        return found
-
-    def calls(self) -> dict[StackPath, StackCall]:
-        """The calls of the stacks; XLA removes what is computed here."""
+    def calls(self, outer: dict, backward: dict) -> dict[StackPath, StackCall]:
+        """The calls of the stacks."""
         found = {}
 
         def record(path: StackPath, call: StackCall) -> jax.Array:
             found[path] = call
             return jnp.zeros_like(call.x)
 
-        _, backward = split_model_state(self.graphdef, self.state)
-        self._run(_without(self.state["params"], self.stacks), backward, record)
+        self._run(outer, backward, record)
         return found
 
     def loss_of(self, outer: dict, backward: dict, outputs: dict) -> tuple[jax.Array, tuple[Metrics, dict]]:
