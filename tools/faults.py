@@ -1192,7 +1192,7 @@ PARALLEL = [
     *_in(
         "parallel/pipeline.py",
         "parallel/test_pipeline.py",
-        ("return (jnp.maximum(*gradients),)", "return (gradients[0] + gradients[1],)"),
+        ("jax.tree.map(jnp.maximum, *gradients)", "jax.tree.map(jnp.add, *gradients)"),
         ("x_P = _constrain_stages(_where(busy_P, x_P, 0))", "x_P = _constrain_stages(x_P)"),
         ("jnp.where(expand(first[None]), new, jnp.maximum(old, new))", "new"),
         ("item_P = t - stage_P", "item_P = t + stage_P"),

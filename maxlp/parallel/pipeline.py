@@ -89,7 +89,7 @@ def run(
         round_P, microbatch_P = jnp.clip(item_P // M, 0, R - 1), item_P % M
         column_P = _column(queue, t)
         x_P = _where(stage_P == 0, column_P, received_P)
-        old_state, state = _copy_all(old_state)
+        old_state, state = _copy(old_state)
         # An idle stage runs on zeros. Nothing reads its result, but if that were infinite, the
         # gradients (zero times infinity) would be NaN.
         x_P = _constrain_stages(_where(busy_P, x_P, 0))
@@ -219,26 +219,14 @@ def _rotation(P: int, by: int) -> list[tuple[int, int]]:
 
 
 @jax.custom_vjp
-def _copy(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The array twice; the gradients of the two are combined by maximum, not by sum."""
-    return a, a
+def _copy(tree: Any) -> tuple[Any, Any]:
+    """The tree twice; the gradients of the two are combined by maximum, not by sum."""
+    return tree, tree
 
 
-def _copy_fwd(a):
-    return _copy(a), None
-
-
-def _copy_bwd(_, gradients):
-    return (jnp.maximum(*gradients),)
-
-
-_copy.defvjp(_copy_fwd, _copy_bwd)
-
-
-def _copy_all(tree: Any) -> tuple[Any, Any]:
-    leaves, treedef = jax.tree.flatten(tree)
-    copies = [_copy(a) for a in leaves]
-    return treedef.unflatten([a for a, _ in copies]), treedef.unflatten([b for _, b in copies])
+_copy.defvjp(
+    lambda tree: (_copy(tree), None), lambda _, gradients: (jax.tree.map(jnp.maximum, *gradients),)
+)
 
 
 def _merge_state(old: jax.Array, new: jax.Array, writes: jax.Array, first: jax.Array) -> jax.Array:
