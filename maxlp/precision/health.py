@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.nn.stack import path_name
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
+from maxlp.parallel.sharding import replicated
 from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, Static, quantize
 from maxlp.precision.inject import Matmul, matmuls
@@ -74,9 +74,7 @@ class Probe(QuantDot):
     @property
     def health(self) -> dict[str, nnx.Variable]:
         """The statistics of each tensor."""
-        return dict(
-            zip(TENSORS, (self.input_health, self.kernel_health, self.output_grad_health), strict=True)
-        )
+        return {tensor: getattr(self, f"{tensor}_health") for tensor in TENSORS}
 
     def _product_of_rotated(
         self, x: jax.Array, kernel: jax.Array, static: Static, shared: dict
@@ -177,8 +175,7 @@ def probe(
       graphdef, gradients, loss_scale: see `measure`.
     """
     measured = functools.partial(measure, graphdef=graphdef, gradients=gradients, loss_scale=loss_scale)
-    replicated = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
-    compiled = jax.jit(measured, out_shardings=replicated)
+    compiled = jax.jit(measured, out_shardings=replicated(jax.sharding.get_mesh()))
 
     def metrics(state: Any, batch: Any) -> dict[str, float]:
         flat = flatten(jax.device_get(compiled(state, batch)))

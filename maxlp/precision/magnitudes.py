@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.nn.stack import StackCall, find_stacks
+from maxlp.parallel.sharding import replicated
 
 
 def probe(
@@ -36,7 +36,7 @@ def probe(
         model = nnx.merge(graphdef, state["params"], state["model_state"])
         return of_blocks(model, lambda: loss(model, batch, state["step"]))
 
-    compiled = jax.jit(measure, out_shardings=NamedSharding(jax.sharding.get_mesh(), PartitionSpec()))
+    compiled = jax.jit(measure, out_shardings=replicated(jax.sharding.get_mesh()))
 
     def metrics(state: Any, batch: Any) -> dict[str, float]:
         found = jax.device_get(compiled(state, batch))

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.core.gradients import Batch, Gradients
 from maxlp.core.train_state import State
 from maxlp.core.train_step import loss_scale_of
 from maxlp.nn.stack import find_stacks
+from maxlp.parallel import sharding
 from maxlp.precision import switches
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.reopen import batch_of, reopened
@@ -137,7 +137,7 @@ class Evaluate:
         self.sites = sites_of(model)
         self.off = {path: np.zeros(dot.on.shape, bool) for path, dot in switches.switch_dots(model).items()}
         evaluate = functools.partial(_evaluate, self.graphdef, gradients)
-        params, replicated = state["params"], NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        params, replicated = state["params"], sharding.replicated(jax.sharding.get_mesh())
         out = replicated, jax.tree.map(lambda p: p.sharding, params), replicated
         program = jax.jit(evaluate, out_shardings=out).lower(self.state, batch, self.off, params)
         self.compiled = program.compile()

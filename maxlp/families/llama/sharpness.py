@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlp.parallel.sharding import replicated
 
 EPSILON = 1e-3
 
@@ -34,7 +35,7 @@ def probe(graphdef: nnx.GraphDef) -> Callable[[Any, Any], dict[str, float]]:
         model = nnx.merge(graphdef, state["params"], state["model_state"])
         return sharpness(*last_token(model, batch))
 
-    compiled = jax.jit(measure, out_shardings=NamedSharding(jax.sharding.get_mesh(), PartitionSpec()))
+    compiled = jax.jit(measure, out_shardings=replicated(jax.sharding.get_mesh()))
     return lambda state, batch: {"sharpness": float(compiled(state, batch))}
 
 
