@@ -275,7 +275,7 @@ OPTIM = [
             "optax.add_decayed_weights(config.weight_decay)",
         ),
         ("clip.update(widened(g), ", "clip.update(g, "),
-        ("clip, *_rescale_and_decay(config), ", "*_rescale_and_decay(config), clip, "),
+        ("clip, *middle, ", "*middle, clip, "),
         (
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)",
             "optax.contrib.schedule_free(tx, lambda t: schedule(t - 1))",

@@ -72,7 +72,11 @@ def make_tx(
         from maxlp.optim.adagc import clip_by_own_norms
 
         clip = clip_by_own_norms(config.adagc, config.clip_norm)
-    tx = optax.chain(clip, *_rescale_and_decay(config), _learning_rate(config, schedule, microbatches))
+    mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
+    decay = optax.add_decayed_weights(config.weight_decay, mask)
+    # Two transformations, or one where the decay depends on the rescaling.
+    middle = config.kind.decay(config, _rescale(config), decay)
+    tx = optax.chain(clip, *middle, _learning_rate(config, schedule, microbatches))
     if config.kind.averages:
         tx = optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)  # its first t is 1
     if config.param_rounding == "nearest":
@@ -105,13 +109,6 @@ def _learning_rate(
     from maxlp.optim.adascale import scale_by_adascale
 
     return scale_by_adascale(schedule, scale=config.adascale, samples=microbatches)
-
-
-def _rescale_and_decay(config: OptimizerConfig) -> tuple[optax.GradientTransformation, ...]:
-    """The middle of the chain: two transformations, or one where the decay depends on the rescaling."""
-    mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
-    decay = optax.add_decayed_weights(config.weight_decay, mask)
-    return config.kind.decay(config, _rescale(config), decay)
 
 
 def _rescale(config: OptimizerConfig) -> optax.GradientTransformation:
