@@ -1,7 +1,7 @@
 """Stochastic gradient descent with momentum."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optax
 
@@ -29,17 +29,14 @@ def scale_by_momentum(
     trace = optax.trace(b1, nesterov, accumulator_dtype=mu_dtype)
 
     def init(params: optax.Params) -> MomentumState:
-        return MomentumState(_trace_of(trace.init(params)))
+        state: Any = trace.init(params)
+        return MomentumState(state.trace)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        updates, new = trace.update(updates, optax.TraceState(state.mu), params)
-        return updates, MomentumState(_trace_of(new))
+        updates, new = cast(tuple[Any, Any], trace.update(updates, optax.TraceState(state.mu), params))
+        return updates, MomentumState(new.trace)
 
     return optax.GradientTransformation(init, update)
-
-
-def _trace_of(state: Any) -> Any:
-    return state.trace
 
 
 def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
