@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import AdaGCConfig
-from maxlp.optim.tree_utils import layer_axes, over_tensor, tensor_norm, widened
+from maxlp.optim.tree_utils import over_tensor, per_tensor, tensor_norm, widened
 
 
 class AdaGCState(NamedTuple):
@@ -37,10 +37,7 @@ def clip_by_own_norms(config: AdaGCConfig, clip_norm: float = 0.0) -> optax.Grad
     """
 
     def init(params: optax.Params) -> AdaGCState:
-        norms = jax.tree.map_with_path(
-            lambda path, p: jnp.full(p.shape[: layer_axes(path)], jnp.inf, jnp.float32), params
-        )
-        return AdaGCState(jnp.zeros([], jnp.int32), norms)
+        return AdaGCState(jnp.zeros([], jnp.int32), per_tensor(params, jnp.inf))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params

@@ -22,7 +22,7 @@ from jax.tree_util import KeyPath
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.stable_adamw import divide_decay
-from maxlp.optim.tree_utils import find_states, layer_axes, leaf_name, over_tensor, widened
+from maxlp.optim.tree_utils import find_states, layer_axes, leaf_name, over_tensor, per_tensor, widened
 from maxlp.schema import NotNegative, PositiveFraction
 
 
@@ -58,8 +58,7 @@ def scale_by_adamp(
 
     def init(params: optax.Params) -> AdamPState:
         moments: Any = adam.init(widened(params))
-        ones = jax.tree.map_with_path(lambda k, p: jnp.ones(p.shape[: layer_axes(k)]), params)
-        return AdamPState(moments.count, moments.mu, moments.nu, ones)
+        return AdamPState(moments.count, moments.mu, moments.nu, per_tensor(params, 1.0))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         assert params is not None, "AdamP projects steps along the parameters"

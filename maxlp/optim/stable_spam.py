@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
-from maxlp.optim.tree_utils import layer_axes, over_tensor, tensor_axes, widened, zero_unless
+from maxlp.optim.tree_utils import over_tensor, per_tensor, tensor_axes, widened, zero_unless
 from maxlp.schema import CountOrZero, DecayRate
 
 
@@ -54,13 +54,8 @@ def scale_by_stable_spam(
     """
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
-    def zeros(params: optax.Params) -> optax.Updates:
-        return jax.tree.map_with_path(
-            lambda path, p: jnp.zeros(p.shape[: layer_axes(path)], jnp.float32), params
-        )
-
     def init(params: optax.Params) -> StableSpamState:
-        largest, norm, squared_norm = (zeros(params) for _ in range(3))
+        largest, norm, squared_norm = (per_tensor(params, 0.0) for _ in range(3))
         count = jnp.zeros([], jnp.int32)
         return StableSpamState(count, largest, norm, squared_norm, adam.init(params))
 

@@ -55,6 +55,13 @@ def tensor_norm(path: KeyPath, x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=tensor_axes(path, x)))
 
 
+def per_tensor(params: Any, value: float) -> Any:
+    """A number for each layer's tensor of the parameters, float32 (*layers)."""
+    return jax.tree.map_with_path(
+        lambda path, p: jnp.full(p.shape[: layer_axes(path)], value, jnp.float32), params
+    )
+
+
 def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:
     """Reshapes one number per layer, (*layers), to broadcast against `like`, (*layers, …)."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
