@@ -1,11 +1,11 @@
 """Recipes whose operands are switched on one by one, as inputs of the program (`run.attribution`).
 
-`with_switches` replaces each `QuantDot` of a model by a `SwitchDot`, which has a boolean for each
-operand of its three matmuls. With both of its operands on, a matmul is that of the recipe; with none on,
-that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32 by the other one
-in its own dtype. What has no switch stays on: the smoothing of a gated product (`smooth_swiglu`) and the
-rotation of ``fwd``, which change nothing but rounding by themselves. The product of rotated operands equals
-the plain one to within the rounding of their dtype.
+`replace.replace_quant_dots` puts a `SwitchDot` in the place of each `QuantDot`. It has a boolean, at
+first False, for each operand of its three matmuls. With both of its operands on, a matmul is that of the
+recipe; with none on, that of `layers.dot_general`; with one on, the quantized operand is multiplied in
+float32 by the other one in its own dtype. What has no switch stays on: the smoothing of a gated product
+(`smooth_swiglu`) and the rotation of ``fwd``, which change nothing but rounding by themselves. The
+product of rotated operands equals the plain one to within the rounding of their dtype.
 
 A trust mask belongs to the quantized operand of ``fwd``: where that is off nothing is clipped, and
 the whole gradient passes. Sampling of tokens (``keep`` below 1) has no switch: `run.attribution`
@@ -17,7 +17,6 @@ operand of a backward matmul from the quantized one of the forward pass, so does
 
 import functools
 import typing
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ from maxlp.precision.dot import QuantDot
 from maxlp.precision.health import shares
 from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
-from maxlp.precision.replace import replace_quant_dots
 
 # Of an operand: the shares that saturate and underflow (`health`), and the relative error of the product
 # ``‖y - y0‖ / ‖y0‖``, which is measured where one of a matmul's switches is on.
@@ -101,11 +99,6 @@ def switchable(recipe: Recipe) -> dict[tuple[str, str], Operand]:
             if gemm not in recipe.gemms:
                 found[gemm, tensor] = operand
     return found
-
-
-def with_switches(graphdef: nnx.GraphDef, state: Mapping[str, Any]) -> tuple[nnx.GraphDef, dict]:
-    """The structure and the model state of a model with a `SwitchDot` for each `QuantDot`, all off."""
-    return replace_quant_dots(graphdef, state, SwitchDot)
 
 
 def switch_dots(model: nnx.Module) -> dict[str, SwitchDot]:

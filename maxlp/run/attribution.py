@@ -26,6 +26,7 @@ from maxlp.nn.stack import find_stacks
 from maxlp.parallel import sharding
 from maxlp.precision import switches
 from maxlp.precision.recipes import GEMMS
+from maxlp.precision.replace import replace_quant_dots
 from maxlp.run.reopen import batch_of, reopened
 from maxlp.run.settings import Settings
 from maxlp.runtime import files
@@ -131,7 +132,7 @@ class Evaluate:
     """
 
     def __init__(self, graphdef: nnx.GraphDef, gradients: Gradients, state: State, batch: Batch):
-        self.graphdef, model_state = switches.with_switches(graphdef, state)
+        self.graphdef, model_state = replace_quant_dots(graphdef, state, switches.SwitchDot)
         self.state, self.batch = dict(state) | {"model_state": model_state}, batch
         model = nnx.merge(self.graphdef, state["params"], model_state)
         self.sites = sites_of(model)

@@ -11,6 +11,7 @@ from maxlp import precision
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import RECIPES, Operand, switches
 from maxlp.precision.recipes import GEMMS
+from maxlp.precision.replace import replace_quant_dots
 from maxlp.run import attribution
 from maxlp.run.attribution import Effect, Evaluate, Site
 from maxlp.run.settings import read
@@ -131,7 +132,7 @@ def test_unquantized_blocks_have_no_sites():
     trainer = Trainer(recipe=precision_config("fp8_current", first_blocks=1))
     state = trainer.init()
     with jax.set_mesh(trainer.mesh):
-        graphdef, model_state = switches.with_switches(trainer.graphdef, state)
+        graphdef, model_state = replace_quant_dots(trainer.graphdef, state, switches.SwitchDot)
         sites = attribution.sites_of(nnx.merge(graphdef, state["params"], model_state))
     assert {site.layer for site in sites} == {1} and len(sites) == 7 * 3 * 2
 
