@@ -120,6 +120,11 @@ class Sizes:
     def block_params(self) -> int:
         return self.D * sum(self.widths)
 
+    @property
+    def runs(self) -> float:
+        """How many times this device runs a block in the forward passes of a step."""
+        return self.schedule.ticks * self.of_stage.L / self.schedule.rounds * self.microbatches
+
     @functools.cached_property
     def of_stage(self) -> "Sizes":
         """The sizes of the layers of one stage and of one of its microbatches."""
@@ -415,8 +420,8 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     pipeline's computation in bubbles counts too: all stages wait for it. Frozen weights have no gradient.
     """
     s = sizes(settings, machine)
-    axes = machine.axes
-    tokens, devices = settings.data.batch_size * s.S, math.prod(axes.values())
+    mesh, devices = abstract_mesh(machine.axes), math.prod(machine.axes.values())
+    tokens = settings.data.batch_size * s.S
     passed = tokens / (1 - s.schedule.bubble)  # through the blocks
     again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
     flops: dict[str, float] = collections.defaultdict(float)
@@ -432,16 +437,11 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     flops["bfloat16"] += square * passes * 4 * passed * s.S * s.L * s.N * s.H
     if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
         flops["bfloat16"] += 2 * passed * s.S * s.L * s.N * s.H
+    params, opt_state = (state.bytes_on(mesh, key) for key in ("params", "opt_state"))
     return Work(
         {dtype: n / devices for dtype, n in flops.items() if n},
-        traffic(
-            s,
-            state.bytes_on(abstract_mesh(axes), "params"),
-            state.bytes_on(abstract_mesh(axes), "opt_state"),
-            again,
-            square,
-        ),
-        host=2 * (state.offloaded_on(abstract_mesh(axes)) + offloaded(s)),
+        traffic(s, params, opt_state, again, square),
+        host=2 * (state.offloaded_on(mesh) + offloaded(s)),
     )
 
 
@@ -449,8 +449,7 @@ def offloaded(s: Sizes) -> float:
     """Bytes of the blocks' inputs that remat moves to the host, and back."""
     if s.remat != "offload":
         return 0.0
-    runs = s.schedule.ticks * s.of_stage.L / s.schedule.rounds * s.microbatches  # of a block
-    return runs * s.of_stage.T * s.D * s.a / s.t
+    return s.runs * s.of_stage.T * s.D * s.a / s.t
 
 
 def matmul_widths(s: Sizes) -> dict[str, int]:
@@ -473,12 +472,11 @@ def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float
       square: the part of a square of logits that is computed.
     """
     once = 2 * (params + opt_state) + 2 * gradients(s)
-    runs = s.schedule.ticks * s.of_stage.L / s.schedule.rounds * s.microbatches  # of a block
-    weights = (3 + again) * 2 * runs * s.block_params * s.a / s.t
+    weights = (3 + again) * 2 * s.runs * s.block_params * s.a / s.t
     token_widths = 30 * s.D + 12 * s.F / s.t
     if s.attention == "xla" or (s.attention == "ring" and not fused_ring(s)):
         token_widths += 24 * s.S * s.N / s.t * square
-    activations = runs * s.of_stage.T * s.a * token_widths * (1 + again / 3)
+    activations = s.runs * s.of_stage.T * s.a * token_widths * (1 + again / 3)
     logits = 4 * s.T / s.schedule.stages * s.microbatches * s.V / s.t * 4
     return once + weights + activations + logits
 
@@ -505,7 +503,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     s, ledger = sizes(settings, machine), Ledger(machine.axes)
     of_stage, (stages, _, rounds) = s.of_stage, s.schedule
     m, weights, x = s.microbatches, s.block_params * s.a / s.t, of_stage.T * s.D * s.a
-    runs = int(s.schedule.ticks * of_stage.L / rounds) * m  # of a block on this device
+    runs = int(s.runs)
     head, whole_x = s.V * s.D * s.a / s.t, s.T * s.D * s.a / stages
     again = s.remat in ("block", "offload")
     split, turns = ("fsdp", "context"), s.context - 1
@@ -530,7 +528,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
     ledger.add("all-gather", ("tensor",), x, (2 + 2 * again) * runs)
-    for path in ("layers/attn/o_proj", "layers/mlp/down_proj"):
+    for path in (OUT, DOWN):
         sent = gathered_gradient_itemsize(settings, machine, path, s.a)
         ledger.add("all-gather", ("tensor",), x / s.a * sent, runs)
     ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
