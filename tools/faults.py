@@ -1360,17 +1360,10 @@ LLAMA = [
         ('[batch["targets"]]', '[batch["tokens"]]'),
     ),
     *_in(
-        "families/llama/flops.py",
-        "families/llama/test_flops.py",
-        (
-            "12 * num_layers * num_heads * head_dim * seq_len",
-            "6 * num_layers * num_heads * head_dim * seq_len",
-        ),
-        ("attention / 2)", "attention)"),
-    ),
-    *_in(
         "families/llama/task.py",
         "families/llama/test_flops.py",
+        ("attention = 12 * model.num_layers", "attention = 6 * model.num_layers"),
+        ("attention / 2)", "attention)"),
         ("looked_up = 0 if model.tie_embeddings else", "looked_up = 0 if not model.tie_embeddings else"),
         (
             'batch["positions"], batch["segment_ids"])',

@@ -104,7 +104,7 @@ def test_no_gradient_of_a_frozen_kernel_is_computed(trainer):
     flops = {}
     for name, one in {"adapters": trainer, "all": Trainer()}.items():
         flops[name] = one.compile(fixtures.batch(0)).cost_analysis()["flops"]
-    attention = 12 * 2 * 4 * 16 * 32 * 8 * 32  # the two products of attention, in both: see `flops.py`
+    attention = 12 * 2 * 4 * 16 * 32 * 8 * 32  # the two products of attention, in both
     # Adapters of rank 4 beside kernels of 64 x 64 to 64 x 96 add 3 * 4 * (64 + 64) / (64 * 64) = 0.3 of the
     # remaining two thirds at most.
     assert flops["adapters"] - attention < (0.67 + 0.2) * (flops["all"] - attention)

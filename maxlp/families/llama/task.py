@@ -16,7 +16,6 @@ from maxlp.data import sources, text
 from maxlp.families import Evaluate, Family
 from maxlp.families.llama import losses
 from maxlp.families.llama.constraints import RULES
-from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.families.llama.perplexity import make_perplexity
 from maxlp.nn.attention import Use
@@ -144,11 +143,18 @@ def units_per_step(data: text.TextDataConfig) -> int:
 def flops_per_unit(
     model: LlamaConfig, data: text.TextDataConfig, num_params: int, frozen: bool = False
 ) -> tuple[float, float]:
-    """Training FLOPs per token with (full, causal) attention; see `train_flops_per_token`."""
+    """Training FLOPs per token, forward and backward, with (full, causal) attention.
+
+    ``6 P + 12 L N H S`` for full attention: 6 FLOPs for each of the P parameters that multiply the token (4
+    if they are frozen and have no gradients), and 12 N H S per layer for the two attention products (PaLM,
+    arXiv:2204.02311, appendix B). That counts every query against every key, as nanoGPT and TorchTitan do.
+    A causal mask leaves half of the products; MaxText has counted that half since July 2025. Neither counts
+    rematerialization. P includes the output head, tied or not, and the norm scales (4e-5 of the sum at 8B).
+    """
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.embed_dim
-    return train_flops_per_token(
-        num_params - looked_up, model.num_layers, model.num_heads, model.head_dim, data.seq_len, frozen
-    )
+    weights = (4 if frozen else 6) * (num_params - looked_up)
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * data.seq_len
+    return float(weights + attention), float(weights + attention / 2)
 
 
 def attention_uses(model: LlamaConfig, data: text.TextDataConfig) -> tuple[Use, ...]:

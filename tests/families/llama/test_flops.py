@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from maxlp.families.llama import task
-from maxlp.families.llama.flops import train_flops_per_token
 from maxlp.runtime import hardware, throughput
 from tests import fixtures
 
@@ -16,7 +15,10 @@ LLAMA = {"8B": (4096, 32, 32, 14336), "70B": (8192, 80, 64, 28672), "405B": (163
 def llama_flops(name, seq_len=8192):
     d, layers, heads, mlp = LLAMA[name]
     layer = 2 * d * heads * 128 + 2 * d * 8 * 128 + 3 * d * mlp + 2 * d
-    return train_flops_per_token(layers * layer + d + 128256 * d, layers, heads, 128, seq_len)
+    sizes = dict(vocab_size=128256, embed_dim=d, num_layers=layers, num_heads=heads, head_dim=128)
+    model = fixtures.llama_config(**sizes, tie_embeddings=False)
+    num_params = layers * layer + d + 2 * 128256 * d
+    return task.flops_per_unit(model, SimpleNamespace(seq_len=seq_len), num_params)
 
 
 @pytest.mark.parametrize(
@@ -66,4 +68,5 @@ def test_an_embedding_that_is_only_looked_up_does_no_work(tied):
     table, blocks = model.vocab_size * model.embed_dim, 1000
     data = SimpleNamespace(seq_len=32)
     found = task.flops_per_unit(model, data, blocks + (table if tied else 2 * table))
-    assert found == train_flops_per_token(blocks + table, 2, 4, 16, 32)
+    attention = 12 * 2 * 4 * 16 * 32
+    assert found == (6 * (blocks + table) + attention, 6 * (blocks + table) + attention / 2)
