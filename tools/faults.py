@@ -1345,8 +1345,8 @@ LLAMA = [
         ),
         ("eps=self.norm_eps", "eps=1e-6"),
         (
-            "Cache(jnp.zeros(shape, c.dtype)",
-            "Cache(jnp.zeros(shape, c.param_dtype)",
+            "return jnp.zeros(shape, c.dtype)",
+            "return jnp.zeros(shape, c.param_dtype)",
             "families/llama/test_model.py",
         ),
     ),

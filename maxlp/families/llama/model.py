@@ -7,7 +7,7 @@ H head dim · V vocab · L layers.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -136,11 +136,7 @@ class LlamaConfig:
         return layers.RMSNorm(dim, eps=self.norm_eps, param_dtype=jnp.dtype(self.param_dtype))
 
 
-class Cache(NamedTuple):
-    """Keys and values of every layer; slot t of a row holds the token at position t."""
-
-    k_LBTKH: jax.Array
-    v_LBTKH: jax.Array
+Cache = tuple[jax.Array, jax.Array]  # k_LBTKH and v_LBTKH; slot t of a row holds the token at position t
 
 
 class Attention(nnx.Module):
@@ -282,19 +278,19 @@ class Llama(nnx.Module):
         if not c.scan_layers:  # XLA fuses nothing into a loop; without it each layer computes the table
             cos, sin = jax.lax.map(lambda is_sin: jnp.where(is_sin, sin, cos), jnp.array([False, True]))
         with jax.named_scope("layers"):
-            x_BSD, kv = stack.apply_stack(
+            x_BSD, new_cache = stack.apply_stack(
                 self.layers,
                 x_BSD,
                 lambda block, x_BSD, per_row, cache: block(x_BSD, *per_row, cache),
                 per_row=((cos, sin), positions_BS, segment_ids_BS),
-                per_layer=None if cache is None else tuple(cache),
+                per_layer=cache,
                 num_layers=c.num_layers,
                 scan=c.scan_layers,
                 remat=c.remat,
                 pipeline=c.pipeline,
             )
         x_BSD = self.final_norm(x_BSD)
-        return x_BSD if order is None else order.unbalance(x_BSD), None if cache is None else Cache(*kv)
+        return x_BSD if order is None else order.unbalance(x_BSD), new_cache
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits_BSV of normed hidden states."""
@@ -336,7 +332,7 @@ class Llama(nnx.Module):
     def init_cache(self, batch_size: int, length: int) -> Cache:
         c = self.config
         shape = (c.num_layers, batch_size, length, c.num_kv_heads, c.head_dim)
-        return Cache(jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype))
+        return jnp.zeros(shape, c.dtype), jnp.zeros(shape, c.dtype)
 
 
 def _product(head: layers.Embed | layers.Linear, x_BSD: jax.Array) -> jax.Array:
