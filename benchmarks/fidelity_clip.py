@@ -236,7 +236,7 @@ class Recorder:
 
     def run(self, blocks: nnx.Module, x_BSD: jax.Array) -> jax.Array:
         def call(block: Any, x_BSD: jax.Array, *_: None) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            y_BSD = block(x_BSD)
+            y_BSD = block(x_BSD, x_BSD.shape[1])
             return y_BSD, (jnp.mean(jnp.abs(y_BSD)), jnp.max(jnp.abs(y_BSD)))
 
         c = self.encoder
