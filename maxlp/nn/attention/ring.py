@@ -316,12 +316,11 @@ def _visible(
     A device holds two chunks of the sequence, in their order. What a token sees is without gaps: a document
     of both chunks includes all that is between them.
     """
+    if local:  # the keys of these very tokens
+        return flash.visible(q_BSNH, ids_BS, causal)
     B, S = q_BSNH.shape[:2]
-    if not causal:
-        of_queries = of_keys = intervals.everything(B, S, S)
-    elif local:
-        of_queries, of_keys = intervals.up_to_itself(B, S), intervals.from_itself(B, S)
-    else:
+    of_queries = of_keys = intervals.everything(B, S, S)
+    if causal:
         of_queries, of_keys = remote_intervals(B, S, _is_wrapped(step))
     if ids_BS is None or key_ids_BS is None:
         return of_queries, of_keys
