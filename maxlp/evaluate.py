@@ -175,6 +175,7 @@ def run_lm_eval(workdir: Path) -> None:
         for key, value in results.items():
             at_step[key] = at_step.get(key, {}) | value
         files.write_json(path, every_step)
+        files.send(path)
     print_primary(f"written to {path}")
 
 

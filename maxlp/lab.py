@@ -43,7 +43,7 @@ from maxlp.run import cli, late_phase, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
 from maxlp.runtime import cpu
-from maxlp.runtime.files import local_path, mirrored, shown
+from maxlp.runtime.files import local_path, send, shown
 
 TOOLS = {  # the flags of each, besides those of all
     "attribute": ("recipe", "top"),
@@ -246,8 +246,7 @@ class Bar:
 
 
 def _wrote(path: Path) -> None:
-    if mirror := mirrored(path):
-        mirror.send(path)
+    send(path)
     print(shown(f"wrote {path}"))
 
 

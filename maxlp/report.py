@@ -15,7 +15,7 @@ from maxlp.monitoring.run_record import Run, load_run
 from maxlp.monitoring.sections import report_text
 from maxlp.monitoring.spike_records import read_record
 from maxlp.run import cli
-from maxlp.runtime.files import mirrored, shown
+from maxlp.runtime.files import send, shown
 
 
 def define_flags() -> None:
@@ -57,8 +57,7 @@ def show(workdir: str, spike: int | None = None, precision: str = "recipe") -> N
     print(shown(report_text(run)))
     try:
         if path := plot_curves(run):
-            if mirror := mirrored(path):
-                mirror.send(path)
+            send(path)
             print(shown(f"\nCurves in {path}"))
     except OSError as error:  # such as for a run of another user
         print(shown(f"\nNo curves: {error}"))

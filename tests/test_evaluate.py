@@ -1,6 +1,7 @@
 """What `evaluate` makes of a run's settings. (Its numbers are those of the families' evaluators.)"""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from maxlp.parallel import sharding
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from maxlp.runtime import files, storage
 from tests.run.fixtures import changed, load
 
 
@@ -178,15 +180,26 @@ def test_two_evaluations_at_once_wait_for_each_other(tmp_path):
     assert order == ["first", "other"]
 
 
-def test_results_that_cannot_be_saved_are_printed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "lm_eval.json").write_text("{")
+@pytest.fixture
+def lm_eval(monkeypatch):
+    """An evaluation at step 3 with one result."""
     names = ("step", "lm_eval", "lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
     monkeypatch.setattr(evaluate.flags, "FLAGS", SimpleNamespace(**dict.fromkeys(names)))
     language = SimpleNamespace(
         restore=lambda *_: None, tokenizer=None, model=SimpleNamespace(max_seq_len=8), step=3
     )
     monkeypatch.setattr(evaluate, "Language", lambda _: language)
-    monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({}, "the table"))
+    monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({"a": {"acc": 0.5}}, "the table"))
+
+
+def test_results_that_cannot_be_saved_are_printed(tmp_path, lm_eval, capsys):
+    (tmp_path / "lm_eval.json").write_text("{")
     with pytest.raises(ValueError, match="delete it, and evaluate again"):
         evaluate.run_lm_eval(tmp_path)
     assert capsys.readouterr().out == f"{tmp_path} at step 3\nthe table\n"
+
+
+def test_results_of_a_run_in_a_bucket_are_there_afterwards(bucket, lm_eval):
+    storage.write(f"{bucket}/config.json", b"{}")
+    evaluate.run_lm_eval(files.local_path(bucket))
+    assert json.loads(storage.read(f"{bucket}/lm_eval.json")) == {"3": {"a": {"acc": 0.5}}}

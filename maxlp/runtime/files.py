@@ -214,6 +214,12 @@ def move(path: Path, target: Path) -> None:
         path.rename(target)
 
 
+def send(path: Path) -> None:
+    """Copies a file that a command has written to the bucket, if it is in a mirror."""
+    if mirror := mirrored(path):
+        mirror.send(path)
+
+
 def unused_path(path: Path) -> Path:
     """Returns `path`, or the first of ``path-2``, ``path-3``, … that does not exist."""
     candidate, count = path, 1
