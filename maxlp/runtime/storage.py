@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -151,13 +151,6 @@ def read(url: str, start: int | None = None, end: int | None = None) -> bytes:
                 file.seek(start)
                 return file.read(-1 if end is None else end - start)
         return fs.cat_file(url, start=start, end=end)
-
-
-def open_file(url: str) -> BinaryIO:
-    """Opens a file for reading; each read fetches the bytes that it returns, and no others."""
-    fs = file_system(url)
-    with _explained(url):
-        return fs.open(url, "rb", cache_type="none")
 
 
 def write(url: str, content: bytes, *, create: bool = False) -> None:
