@@ -112,7 +112,7 @@ class WorkdirLock:
             if locked is not None and (not holder or holder["boot"] == self._record["boot"]):
                 lives = not locked
             else:
-                lives = changes(self._path, self._path.read_bytes, holder)
+                lives = changes(self._path, self._content, holder)
             if lives:
                 raise ValueError(in_use_message(self.workdir, parse_holder(_read(descriptor)) or holder))
             self._descriptor = descriptor
@@ -139,10 +139,14 @@ class WorkdirLock:
         os.ftruncate(self._descriptor, len(content))
         os.fsync(self._descriptor)
 
+    def _content(self) -> bytes:
+        """The file, opened anew: network file systems then fetch the content."""
+        return self._path.read_bytes()
+
     def _is_mine(self) -> bool:
         """False if the file names another holder. A file that is gone or half written names none."""
         try:
-            holder = parse_holder(self._path.read_bytes())
+            holder = parse_holder(self._content())
         except OSError:
             return True
         return not holder or holder["token"] == self._record["token"]
@@ -230,7 +234,7 @@ def changes(name: object, read: Callable[[], bytes], holder: dict[str, Any] | No
     while time.monotonic() < deadline:
         time.sleep(min(0.5, WATCH_SECONDS / 10))
         try:
-            if read() != before:  # opened anew: network file systems then fetch the content
+            if read() != before:
                 return True
         except FileNotFoundError:
             return False

@@ -403,13 +403,6 @@ class MirrorLock(lock.WorkdirLock):
         content = json.dumps(self._record | {"count": count}).encode()
         storage.write(self._url, content, create=create)
 
-    def _is_mine(self) -> bool:
-        try:
-            holder = lock.parse_holder(self._content())
-        except OSError:
-            return True
-        return not holder or holder["token"] == self._record["token"]
-
 
 def _process_space() -> str:
     """The PID namespace, within which process ids are unique; each container of a machine has its own."""
