@@ -97,6 +97,16 @@ def read_whole(path: str) -> bytes:
         return file.read()
 
 
+def read_if_there(path: str) -> bytes | None:
+    """The bytes of a file or URL as they are; None if there is none."""
+    if is_url(path):
+        return resolve_name("maxlp.data.remote:read_if_there")(path)
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
     """The part that holds `row`, and the row within that part; `ends` are running totals of sizes."""
     part = bisect.bisect_right(ends, row)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, read_whole
+from maxlp.data.readers import BrokenExample, read_if_there
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
@@ -102,7 +102,7 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
       ValueError: the folder is incomplete or damaged, or holds other content.
     """
     path = os.path.join(folder, MANIFEST)
-    data = _read_if_there(path)
+    data = read_if_there(path)
     if data is None:
         raise ValueError(f"{folder} holds no {MANIFEST}: give the --output of a finished `maxlp.prepare`")
     try:
@@ -123,12 +123,6 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
             found = "is missing" if size is None else f"has {size} bytes, expected {shard['file_size']}"
             raise ValueError(f"{shard_path} {found}; prepare the data again")
     return manifest
-
-
-def _read_if_there(path: str) -> bytes | None:
-    if is_url(path):
-        return resolve_name("maxlp.data.remote:read_if_there")(path)
-    return read_whole(path) if os.path.isfile(path) else None
 
 
 def _sizes(paths: list[str]) -> list[int | None]:

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
+from maxlp.data.readers import read_if_there
 from maxlp.data.specs import one_line, split_options
-from maxlp.runtime.files import is_url
 
 KINDS = {
     "bytes": "maxlp.data.tokenizers.byte:ByteTokenizer",
@@ -168,7 +168,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
     if is_folder := os.path.isdir(path):
         whole, model = (os.path.join(path, name) for name in FILES)
         path = model if os.path.isfile(model) and not os.path.isfile(whole) else whole
-    data = _read(path)
+    data = read_if_there(path)
     if data is None:
         hint = (
             "'bytes', hf:ORG/NAME, or the path of a tokenizer.json, of a SentencePiece .model or of CLIP's "
@@ -190,7 +190,7 @@ def make_tokenizer(spec: str) -> Tokenizer:
 
 def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
     """The `COMPANIONS` of a tokenizer; `template` replaces the chat template that is there."""
-    beside = {name: _read(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
+    beside = {name: read_if_there(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
     if template == "plain":
         beside[CHAT_TEMPLATE] = resolve_name("maxlp.data.chat:PLAIN").encode()
     elif template is not None:
@@ -216,16 +216,6 @@ def special_names(config: Mapping[str, Any]) -> dict[str, str]:
     values = {key: value for key, value in config.items() if key.endswith("_token")}
     names = {key: v.get("content") if isinstance(v, dict) else v for key, v in values.items()}
     return {key: name for key, name in names.items() if isinstance(name, str)}
-
-
-def _read(path: str) -> bytes | None:
-    """The content of a file or URL, None if there is none."""
-    if is_url(path):
-        return resolve_name("maxlp.data.remote:read_if_there")(path)
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _kind(path: str, data: bytes) -> str:
