@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
 from typing import Any
@@ -24,10 +25,8 @@ class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
     def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
-        self._paths, self._key = paths, content_key(text_key, messages_key)
-        self._content = "messages" if messages_key else "text"
-        self._parse = resolve_name("maxlp.data.chat:as_messages") if messages_key else as_text
-        self._files = uncompressed(paths)
+        self._key, self._content, self._parse = content_of(text_key, messages_key)
+        self._paths, self._files = paths, uncompressed(paths)
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self._bounds = list(pool.map(_line_bounds, self._files))
         self._ends = list(itertools.accumulate(len(bounds) - 1 for bounds in self._bounds))
@@ -73,11 +72,17 @@ def open_jsonl(
     return Source(spec, JsonLines(paths, text_key, messages_key), validation=validation)
 
 
-def content_key(text_key: str, messages_key: str) -> str:
-    """The key of the text or of the conversation in each record; raises a `ValueError` for two of them."""
-    if messages_key and text_key != "text":
+def content_of(text_key: str, messages_key: str) -> tuple[str, str, Callable[[Any, str], Any]]:
+    """The key of the text or the conversation in a file, its key in a `Source`, and what checks its value.
+
+    Raises:
+      ValueError: both keys are given.
+    """
+    if not messages_key:
+        return text_key, "text", as_text
+    if text_key != "text":
         raise ValueError(f"text_key={text_key} excludes messages_key={messages_key}; give one of them")
-    return messages_key or text_key
+    return messages_key, "messages", resolve_name("maxlp.data.chat:as_messages")
 
 
 def _line_bounds(path: str) -> np.ndarray:

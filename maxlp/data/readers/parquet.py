@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
-from maxlp.data.readers import as_text, find_files, locate, missing
-from maxlp.data.readers.jsonl import content_key
+from maxlp.data.readers import find_files, locate, missing
+from maxlp.data.readers.jsonl import content_of
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import import_extra, one_line
 from maxlp.runtime.files import is_url
@@ -23,9 +23,7 @@ class ParquetRows:
     """One document per row. Each process keeps a few decoded row groups."""
 
     def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
-        self._key = content_key(text_key, messages_key)
-        self._content = "messages" if messages_key else "text"
-        self._parse = resolve_name("maxlp.data.chat:as_messages") if messages_key else as_text
+        self._key, self._content, self._parse = content_of(text_key, messages_key)
         with ThreadPoolExecutor(THREADS) as pool:
             found = list(pool.map(lambda path: _group_sizes(path, self._key), paths))
         sizes = {
