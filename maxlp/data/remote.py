@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from absl import logging
 
 from maxlp.data.readers import COMPRESSED, find_files, of_kind
-from maxlp.data.readers.access import expand_braces
+from maxlp.data.readers.access import expand_braces, open_file
 from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 from maxlp.runtime.files import is_url
@@ -208,7 +208,7 @@ def read_if_there(url: str) -> bytes | None:
 
 def read_whole(path: str) -> bytes:
     """The content of a URL or of a compressed file, decompressed."""
-    with open_stream(path) as file:
+    with open_file(path) as file:
         data = file.read()
     if not path.endswith(COMPRESSED):
         return data
@@ -219,20 +219,13 @@ def read_whole(path: str) -> bytes:
     return target.getvalue()
 
 
-def open_stream(path: str) -> BinaryIO:
-    """Opens a file or URL to read all of it, in large blocks."""
-    if not is_url(path):
-        return open(path, "rb")
-    return cast(BinaryIO, io.BufferedReader(RangeFile(path), STREAM_BYTES))
-
-
-def open_url(url: str) -> BinaryIO:
-    """Opens a URL; each read fetches the bytes that it returns, and no others."""
-    return cast(BinaryIO, RangeFile(url))
+def open_stream(url: str) -> BinaryIO:
+    """Opens a URL to read all of it, in large blocks."""
+    return cast(BinaryIO, io.BufferedReader(RangeFile(url), STREAM_BYTES))
 
 
 class RangeFile(io.RawIOBase):
-    """A file at a URL, of which each read fetches what it returns."""
+    """A file at a URL; each read fetches the bytes that it returns, and no others."""
 
     def __init__(self, url: str):
         self.name, self._size, self._position = url, stat(url).size, 0

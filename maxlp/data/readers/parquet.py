@@ -84,8 +84,8 @@ def _open(path: str) -> Any:
     return parquet.ParquetFile(_open_url(path), metadata=_footer(path), pre_buffer=True)
 
 
-def _open_url(url: str) -> BinaryIO:
-    return resolve_name("maxlp.data.remote:open_url")(url)
+def _open_url(url: str) -> Any:
+    return resolve_name("maxlp.data.remote:RangeFile")(url)
 
 
 @functools.lru_cache(maxsize=64)
