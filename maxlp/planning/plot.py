@@ -21,17 +21,14 @@ def draw(plan: dict[str, Any], path: str) -> None:
     memory, seconds = figure.subplots(1, 2, width_ratios=(1, 1.6))
     _memory(memory, plan)
     source = "compiled" if "time" in plan.get("compiled", {}) else "estimate"
-    if "time" in plan.get(source, {}):
-        _seconds(seconds, plan[source], source)
+    _seconds(seconds, plan[source], source)
     mesh = sharding.describe(plan["mesh"])
     figure.suptitle(f"{plan['parameters'] / 1e9:.3g} B parameters on {plan['topology']}, {mesh}")
     figure.savefig(path, dpi=120)
 
 
 def _memory(axes: Any, plan: dict[str, Any]) -> None:
-    bars = {}
-    if "estimate" in plan:
-        bars["estimate"] = plan["estimate"]["memory"]
+    bars = {"estimate": plan["estimate"]["memory"]}
     if (memory := plan.get("compiled", {}).get("memory")) is not None:
         in_use = plan["compiled"]["peak"] - memory["arguments"] - memory["code"]
         bars["compiled"] = {"arguments": memory["arguments"], "temporaries": in_use, "code": memory["code"]}
