@@ -99,7 +99,9 @@ def prepare_text(
     if documents.tokenizer:
         raise ValueError(f"source {source!r} holds tokens already; give the text they were made from")
     if train_tokenizer:
-        encoder = _train_tokenizer(documents, train_tokenizer)
+        from maxlp.data.tokenizers.training import sample_texts, train_bpe
+
+        encoder = train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), train_tokenizer)
     make_record: Any = functools.partial(_text_record, encoder=encoder)
     dtype = encoder and _token_dtype(encoder)
     if "messages" in documents[0]:
@@ -195,12 +197,6 @@ def _check_bucket(output: str) -> list[str]:
     storage.write(f"{output}/.writable", b"")
     storage.remove(f"{output}/.writable")
     return list(storage.find(output))
-
-
-def _train_tokenizer(documents: Source, vocab_size: int) -> Tokenizer:
-    from maxlp.data.tokenizers.training import sample_texts, train_bpe
-
-    return train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), vocab_size)
 
 
 # --- records --------------------------------------------------------------------------------------
