@@ -426,7 +426,7 @@ def check(s: Settings, mesh: Mesh) -> None:
     """Raises a ConfigError if the weights of ``train.init_from`` do not fit the model."""
     found = find(s.train.init_from)
     try:
-        found.check(_abstract(s, mesh, _saved_vocab_size(s)))
+        found.check(_abstract(_with_their_vocabulary(s, found), mesh))
     except ValueError as error:
         raise ConfigError(f"config.train.init_from={s.train.init_from}: {error}") from error
 
@@ -440,7 +440,7 @@ def load(s: Settings, mesh: Mesh, workdir: Path | None) -> State:
     if workdir is not None:
         agree_on_commits(workdir, s.train.init_from)
     found = find(s.train.init_from)
-    params = found.load(_abstract(s, mesh, _saved_vocab_size(s)), mesh)
+    params = found.load(_abstract(_with_their_vocabulary(s, found), mesh), mesh)
     if not s.train.swap_tokenizer:
         return params
     from maxlp.run.swap import swap_rows
@@ -450,16 +450,16 @@ def load(s: Settings, mesh: Mesh, workdir: Path | None) -> State:
         raise ConfigError(f"--swap_tokenizer: {s.train.init_from} has no tokenizer to exchange")
     old, new = make_tokenizer(found.tokenizer), make_tokenizer(saved_tokenizer(s.data.tokenizer, workdir))
     make = make_model(s.family, s.model, s.precision)
-    return swap_rows(params, _abstract(s, mesh, None), make, old, new)
+    return swap_rows(params, _abstract(s, mesh), make, old, new)
 
 
-def _saved_vocab_size(s: Settings) -> int | None:
-    """The vocabulary of the weights, if it is exchanged."""
-    model = find(s.train.init_from).model if s.train.swap_tokenizer else None
-    return None if model is None else model["vocab_size"]
+def _with_their_vocabulary(s: Settings, found: RunWeights | LibraryWeights) -> Settings:
+    """The settings with the vocabulary of the weights, if it is exchanged."""
+    if not s.train.swap_tokenizer or found.model is None:
+        return s
+    return dataclasses.replace(s, model=dataclasses.replace(s.model, vocab_size=found.model["vocab_size"]))
 
 
-def _abstract(s: Settings, mesh: Mesh, vocab_size: int | None) -> State:
-    """The parameters as shapes, dtypes and shardings; with the vocabulary of the weights, unless None."""
-    model = s.model if vocab_size is None else dataclasses.replace(s.model, vocab_size=vocab_size)
-    return abstract_model(make_model(s.family, model, s.precision), mesh)[1]["params"]
+def _abstract(s: Settings, mesh: Mesh) -> State:
+    """The parameters as shapes, dtypes and shardings."""
+    return abstract_model(make_model(s.family, s.model, s.precision), mesh)[1]["params"]
