@@ -55,7 +55,7 @@ from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.families import Family, compressed_tensors, hf_tokenizer, weights
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
-from maxlp.run.pretrained import LibraryWeights, check_written, published_params
+from maxlp.run.pretrained import LibraryWeights, RunWeights, check_written, published_params
 from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub, new_folder
@@ -248,10 +248,8 @@ def export_weights(
         )
 
     def run_tokenizer() -> Tokenizer | None:
-        spec = c.data.tokenizer
-        if spec != "bytes" and not any((workdir / name).exists() for name in tokenizers.FILES):
-            return None
-        return make_tokenizer(saved_tokenizer(spec, workdir))
+        spec = RunWeights(workdir).tokenizer
+        return None if spec is None else make_tokenizer(spec)
 
     # Before any weights are read: these raise for a model that the format does not support.
     layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
