@@ -32,7 +32,7 @@ XLA_CALLS = {  # custom calls that are not kernels
 }
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"(?:calls|to_apply|true_computation|false_computation|called_computations)=(?:\{)?%?([\w.-]+)"
 )
@@ -247,10 +247,10 @@ def _collective(
 def num_bytes(type_text: str) -> float:
     """Bytes of all arrays in an HLO type."""
     total = 0.0
-    for dtype, dims in _SHAPE.findall(type_text):
+    for dtype, dims in SHAPE.findall(type_text):
         match = _BITS.search(dtype)
         bits = 8 if match is None else int(match[0])  # pred
-        total += bits / 8 * math.prod(int(d) for d in dims.split(",") if d)
+        total += bits / 8 * math.prod(ints(dims))
     return total
 
 
@@ -312,13 +312,13 @@ def _members(rest: str, num_devices: int) -> np.ndarray:
     """The devices of each group, (groups, members)."""
     _, _, text = rest.partition("replica_groups=")
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota(iota[2], iota[3]).reshape(_ints(iota[1]))
+        return _iota(iota[2], iota[3]).reshape(ints(iota[1]))
     if named := re.match(r"mesh\[(.*?)\]([^{]*)\{([^}]*)\}", text):
         return _named(*named.groups())
     if not text or text.startswith("{}"):
         return np.arange(num_devices)[None]
     if listed := re.match(r"\{(\{[\d,]+\},?)+\}", text):
-        return np.array([_ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[0])])
+        return np.array([ints(group) for group in re.findall(r"\{([\d,]+)\}", listed[0])])
     raise ValueError(f"replica_groups={text[:80]} is in an unknown form; plan with --estimate_only")
 
 
@@ -329,7 +329,7 @@ def _named(axes: str, order: str, chosen: str) -> np.ndarray:
     if iota := re.search(r"\[([\d,]+)\]T\(([\d,]+)\)", order):
         devices = _iota(iota[1], iota[2]).ravel()
     elif listed := re.search(r"device_ids=\(?\[?([\d,]+)", order):
-        devices = np.array(_ints(listed[1]))
+        devices = np.array(ints(listed[1]))
     parts: list[int] = []  # dims of the grid; an axis is split where the group spans a part of it
     picked: list[int] = []  # the dims that a group spans
     wanted = {m[0]: (m[1], m[2]) for m in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)}
@@ -347,9 +347,10 @@ def _named(axes: str, order: str, chosen: str) -> np.ndarray:
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
-    grid = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
-    return grid.transpose(_ints(permutation)) if permutation else grid
+    grid = np.arange(math.prod(ints(dims))).reshape(ints(dims))
+    return grid.transpose(ints(permutation)) if permutation else grid
 
 
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
+def ints(text: str) -> list[int]:
+    """The numbers of a list such as ``8,16``, which may be empty."""
+    return [int(n) for n in text.split(",") if n]

@@ -54,7 +54,7 @@ def executed(text: str) -> Iterator[tuple[Instruction, list[Instruction], int]]:
 
 def _dot(i: Instruction, left: list[int], right: list[int]) -> float:
     match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
-    summed = [int(d) for d in match[1].split(",") if d] if match else []
+    summed = hlo.ints(match[1]) if match else []
     return 2.0 * math.prod(_dims(i.type)) * math.prod(left[d] for d in summed)
 
 
@@ -94,5 +94,5 @@ def _num_products(left: int, right: int, out: int, fields: dict[str, str], d: in
 
 def _dims(type_text: str) -> list[int]:
     """The dims of the first array in an HLO type."""
-    match = re.search(r"\b[a-z]\w*\[([\d,]*)\]", type_text)
-    return [int(d) for d in match[1].split(",") if d] if match else []
+    match = hlo.SHAPE.search(type_text)
+    return hlo.ints(match[2]) if match else []
