@@ -17,6 +17,7 @@ import jax
 from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.planning import hlo
+from maxlp.planning.topologies import compiler_of
 from maxlp.run.experiment import Experiment
 from maxlp.runtime.hardware import host_peak
 
@@ -131,7 +132,7 @@ def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
 
 def versions(platform: str) -> str:
     """Versions of JAX and of the compiler, on which all results depend."""
-    package = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
+    package = compiler_of(platform)
     return f"jax {jax.__version__}, {package} {importlib.metadata.version(package)}"
 
 

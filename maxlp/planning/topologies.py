@@ -233,10 +233,8 @@ def devices(topology: Topology) -> list[jax.Device]:
       ValueError: the compiler is not installed, or does not support this shape.
     """
     compile_without_devices()
-    package, find = (
-        ("libtpu", "libtpu") if topology.chip.torus else ("jax-cuda13-plugin", "jax_cuda13_plugin")
-    )
-    if importlib.util.find_spec(find) is None:
+    package = compiler_of(topology.chip.platform)
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise ValueError(
             f"compiling for {topology.name} needs {package}, which is not installed: pip install "
             "'maxlp[aot]' (Linux), or add --estimate_only"
@@ -246,6 +244,11 @@ def devices(topology: Topology) -> list[jax.Device]:
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"topology {topology.name!r}: the compiler rejects it: {reason}") from error
+
+
+def compiler_of(platform: str) -> str:
+    """The package with the compiler for a platform, "tpu" or "cuda"."""
+    return "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
 
 
 def compile_without_devices() -> None:
