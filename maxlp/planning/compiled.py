@@ -5,6 +5,7 @@ available. The compiler is the real one (libtpu's, or XLA's for CUDA). Without a
 XLA's GPU autotuning is off, so that its choice of matmul kernels may differ on a real machine.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
 import re
@@ -150,8 +151,5 @@ def _needed(error: jax.errors.JaxRuntimeError) -> float:
 
 def kernels(text: str) -> dict[str, int]:
     """Custom calls by target, without those that are internal to XLA."""
-    counts: dict[str, int] = {}
-    for target in re.findall(r'custom_call_target="([^"]+)"', text):
-        if hlo.is_kernel(target):
-            counts[target] = counts.get(target, 0) + 1
-    return counts
+    targets = re.findall(r'custom_call_target="([^"]+)"', text)
+    return dict(collections.Counter(filter(hlo.is_kernel, targets)))
