@@ -16,6 +16,7 @@ in the mirror holds only the record and the manifest of a complete checkpoint.
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -257,13 +258,16 @@ class Mirror:
     def copy(self, path: Path, target: Path) -> None:
         """Copies a folder within the bucket, manifests last."""
         source, target_url = self.url_of(path), self.url_of(target)
-        remove_folder(target_url)
-        names = sorted(storage.find(source), key=_is_manifest)
-        first = [name for name in names if not _is_manifest(name)]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda name: storage.copy(f"{source}/{name}", f"{target_url}/{name}"), first))
-        for name in names[len(first) :]:
+
+        def copy(name: str) -> None:
             storage.copy(f"{source}/{name}", f"{target_url}/{name}")
+
+        remove_folder(target_url)
+        names = storage.find(source)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(copy, itertools.filterfalse(_is_manifest, names)))
+        for name in filter(_is_manifest, names):
+            copy(name)
 
     def start(self) -> None:
         """Pushes from now on in the background, until `stop`."""
