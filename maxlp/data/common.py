@@ -20,23 +20,16 @@ SHUFFLE_ROUNDS = "shuffle_rounds"  # in the settings of a state
 FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises a `ValueError` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 def check_process(batch_size: int, seed: int, process_index: int, process_count: int) -> None:
     """Checks the arguments of a run that both pipelines take; raises a `ValueError`."""
-    require(
-        0 <= process_index < process_count,
-        f"process_index={process_index} must be in 0 … process_count-1={process_count - 1}",
-    )
-    require(
-        batch_size % process_count == 0,
-        f"batch_size={batch_size} must be a multiple of the {process_count} processes",
-    )
-    require(0 <= seed < 2**32, f"seed={seed} must be in 0 … 2**32-1")
+    if not 0 <= process_index < process_count:
+        raise ValueError(
+            f"process_index={process_index} must be in 0 … process_count-1={process_count - 1}"
+        )
+    if batch_size % process_count:
+        raise ValueError(f"batch_size={batch_size} must be a multiple of the {process_count} processes")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be in 0 … 2**32-1")
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -42,7 +42,7 @@ from absl import logging
 
 from maxlp import schema
 from maxlp.data import common
-from maxlp.data.common import Batch, Seeds, require
+from maxlp.data.common import Batch, Seeds
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
 from maxlp.data.specs import of_key
@@ -206,10 +206,10 @@ def make_dataset(
     """
     assert len(sources) == len(weights) > 0
     common.check_process(config.batch_size, seed, process_index, process_count)
-    require(
-        config.num_epochs is None or len(sources) == 1,
-        f"num_epochs={config.num_epochs} needs a single source; for a mixture set num_epochs=None",
-    )
+    if config.num_epochs is not None and len(sources) > 1:
+        raise ValueError(
+            f"num_epochs={config.num_epochs} needs a single source; for a mixture set num_epochs=None"
+        )
     settings = {name: getattr(config, name) for name in SETTINGS} | dict(
         seed=seed,
         tokenizer=tokenizer.fingerprint,
