@@ -126,9 +126,8 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
     """
     if not isinstance(values, ConfigDict | Mapping):
         raise ConfigError(f"config.{section}={values!r} is not a section; write its keys and values")
-    signed = function.__init__ if inspect.isclass(function) else function
-    parameters, hints = inspect.signature(signed).parameters, schema.annotations(signed)
-    known = [name for name in parameters if name not in later and name != "self"]
+    parameters, hints = inspect.signature(function).parameters, schema.annotations(function)
+    known = [name for name in parameters if name not in later]
     bound = {}
     for key, value in values.items():
         if new := RENAMED.get(f"{section}.{key}"):

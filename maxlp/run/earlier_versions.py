@@ -81,8 +81,7 @@ def _with_defaults(function: Callable, values: Any) -> Any:
     """A section with defaults in place of what is missing or unset, see `config.bind`."""
     if not isinstance(values, Mapping):
         return values
-    values, signed = dict(values), function.__init__ if inspect.isclass(function) else function
-    hints = schema.annotations(signed)
+    values, hints = dict(values), schema.annotations(function)
     for name, parameter in inspect.signature(function).parameters.items():
         hint, default, value = hints[name], parameter.default, values.get(name)
         members = schema.options(hint)

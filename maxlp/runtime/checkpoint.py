@@ -115,7 +115,7 @@ class Checkpointer:
         on_complete: Callable[[int], None] | None = None,
     ) -> None:
         counts = {"every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every}
-        schema.check_arguments(Checkpointer.__init__, **counts)
+        schema.check_arguments(Checkpointer, **counts)
         self.directory = files.local_path(directory, "directory")
         check_path(self.directory, "directory")
         self._every_steps = every_steps

@@ -24,7 +24,7 @@ class Profiler:
     """
 
     def __init__(self, workdir: Path, *, start: CountOrZero = 0, steps: Count = 3):
-        schema.check_arguments(Profiler.__init__, start=start, steps=steps)
+        schema.check_arguments(Profiler, start=start, steps=steps)
         self.directory = workdir / "profile"
         self.first, self.last = start, start + steps - 1
         self.running = False

@@ -18,6 +18,7 @@ strict bounds with the rounded number, so that 1 - 1e-9 is not below 1. Imports 
 import dataclasses
 import difflib
 import functools
+import inspect
 import math
 import re
 import types
@@ -154,7 +155,9 @@ _scalar_fits = functools.lru_cache(maxsize=10_000, typed=True)(fits)
 
 @functools.cache
 def annotations(function: Callable) -> dict[str, Any]:
-    """The annotations of a function's arguments or a dataclass's fields."""
+    """The annotations of the arguments of a function or a class, or of a dataclass's fields."""
+    if inspect.isclass(function) and not dataclasses.is_dataclass(function):
+        function = function.__init__
     return typing.get_type_hints(function, include_extras=True)
 
 
