@@ -181,9 +181,9 @@ def make_dataset(
     tokenizer: Tokenizer,
     config: TextDataConfig,
     *,
-    seed: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
+    seed: int,
+    process_index: int,
+    process_count: int,
 ) -> TextDataset:
     """Makes batches of packed documents.
 

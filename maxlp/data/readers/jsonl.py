@@ -24,7 +24,7 @@ NEWLINE, BLANK = b"\n", b" \t\r\n"  # all other bytes of a text are higher
 class JsonLines:
     """One document per line. Keeps the offsets of lines in memory, 8 bytes each, and no file open."""
 
-    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+    def __init__(self, paths: list[str], text_key: str, messages_key: str):
         self._key, self._content, self._parse = content_of(text_key, messages_key)
         self._paths, self._files = paths, uncompressed(paths)
         with ThreadPoolExecutor(INDEX_THREADS) as pool:

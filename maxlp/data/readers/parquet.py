@@ -22,7 +22,7 @@ THREADS = 16  # that read footers
 class ParquetRows:
     """One document per row. Each process keeps a few decoded row groups."""
 
-    def __init__(self, paths: list[str], text_key: str, messages_key: str = ""):
+    def __init__(self, paths: list[str], text_key: str, messages_key: str):
         self._key, self._content, self._parse = content_of(text_key, messages_key)
         with ThreadPoolExecutor(THREADS) as pool:
             found = list(pool.map(lambda path: _group_sizes(path, self._key), paths))

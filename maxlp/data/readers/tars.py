@@ -149,11 +149,11 @@ def find_tars(pattern: str) -> list[str]:
     return paths
 
 
-def index_tar(path: str, text_type: str, name: str = "") -> str | np.ndarray:
+def index_tar(path: str, text_type: str, name: str) -> str | np.ndarray:
     """Makes the index of a tar unless it exists already.
 
     Args:
-      name: of the tar in messages, if not `path`; that of a compressed one is in the cache.
+      name: of the tar in messages; `path` is that of a copy in the cache if it is compressed.
 
     Returns:
       The path of the saved index, or the index itself if it cannot be saved.
@@ -183,7 +183,7 @@ def index_tar(path: str, text_type: str, name: str = "") -> str | np.ndarray:
     return index
 
 
-def scan_tar(path: str, text_type: str, name: str = "") -> np.ndarray:
+def scan_tar(path: str, text_type: str, name: str) -> np.ndarray:
     """Reads the headers of a tar; for `name` see `index_tar`.
 
     Returns:
@@ -192,7 +192,6 @@ def scan_tar(path: str, text_type: str, name: str = "") -> np.ndarray:
     Raises:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
-    name = name or path
     rows, left_out, repeated = [], [], 0
     try:
         with open_file(path) as file:

@@ -138,12 +138,12 @@ def test_an_index_that_another_process_made_meanwhile_is_never_missing(tmp_path,
 
     def scan_while_another_does(path, text_type, name):
         monkeypatch.setattr(tars, "scan_tar", scan)
-        tars.index_tar(path, text_type)
+        tars.index_tar(path, text_type, path)
         return scan(path, text_type, name)
 
     monkeypatch.setattr(tars, "scan_tar", scan_while_another_does)
     monkeypatch.setattr(os, "remove", removed.append)
-    assert os.path.isfile(tars.index_tar(path, "txt")) and not removed
+    assert os.path.isfile(tars.index_tar(path, "txt", path)) and not removed
 
 
 def test_a_damaged_index_is_made_anew(tmp_path):
