@@ -42,8 +42,9 @@ from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
-from maxlp.run.restore import check_start, evaluated
+from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
+from maxlp.run.start import check_start
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import cpu, distributed, files, hardware, preemption, verification
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError

@@ -1,6 +1,5 @@
-"""The model of a run, for the commands that use one; and the checks before a start."""
+"""The model of a run, for the commands that use one."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from flax import nnx
@@ -9,9 +8,7 @@ from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim import eval_params
-from maxlp.run import run_dir, settings
-from maxlp.run.config import errors_of
-from maxlp.run.experiment import Experiment
+from maxlp.run import settings
 from maxlp.runtime import checkpoint
 
 
@@ -42,36 +39,6 @@ def restore_model(
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step is None else root / str(step), wanted)
     return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
-
-
-def check_start(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
-    """Raises at once what would fail later in a start: a workdir, weights or writers that cannot be used.
-
-    Args:
-      abstract: the training state as shapes, dtypes and shardings.
-      changed: of `changes.check_config`.
-
-    Returns:
-      whether there is a checkpoint to resume.
-    """
-    s = run.settings
-    run_dir.check_workdir(workdir)
-    run_dir.check_checkpoints(workdir)
-    resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
-    if resumes:
-        from maxlp.run import misfit  # new runs do not need it
-
-        misfit.check(run, abstract, workdir, changed)
-    elif s.train.init_from:
-        from maxlp.run import pretrained  # few runs need it
-
-        pretrained.check(s, run.mesh)
-    with errors_of("metrics"):
-        if project := s.metrics.keywords.get("wandb_project"):
-            from maxlp.runtime.wandb_writer import check_installed
-
-            check_installed(project)
-    return resumes
 
 
 def evaluated(state: State) -> State:

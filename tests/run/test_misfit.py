@@ -13,7 +13,7 @@ from maxlp.core.train_state import State, abstract_state
 from maxlp.run import changes, misfit, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, resolve
-from maxlp.run.restore import check_start
+from maxlp.run.start import check_start
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.run.fixtures import TINY, changed, load
 

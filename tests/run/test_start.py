@@ -18,7 +18,7 @@ from maxlp.core import train_step
 from maxlp.core.train_state import abstract_state
 from maxlp.run import run_dir
 from maxlp.run.experiment import resolve
-from maxlp.run.restore import check_start
+from maxlp.run.start import check_start
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.run.fixtures import changed, load
 

@@ -1,0 +1,40 @@
+"""The checks before a start."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from maxlp.core.train_state import State
+from maxlp.run import run_dir
+from maxlp.run.config import errors_of
+from maxlp.run.experiment import Experiment
+from maxlp.runtime import checkpoint
+
+
+def check_start(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
+    """Raises at once what would fail later in a start: a workdir, weights or writers that cannot be used.
+
+    Args:
+      abstract: the training state as shapes, dtypes and shardings.
+      changed: of `changes.check_config`.
+
+    Returns:
+      whether there is a checkpoint to resume.
+    """
+    s = run.settings
+    run_dir.check_workdir(workdir)
+    run_dir.check_checkpoints(workdir)
+    resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
+    if resumes:
+        from maxlp.run import misfit  # new runs do not need it
+
+        misfit.check(run, abstract, workdir, changed)
+    elif s.train.init_from:
+        from maxlp.run import pretrained  # few runs need it
+
+        pretrained.check(s, run.mesh)
+    with errors_of("metrics"):
+        if project := s.metrics.keywords.get("wandb_project"):
+            from maxlp.runtime.wandb_writer import check_installed
+
+            check_installed(project)
+    return resumes
