@@ -159,7 +159,7 @@ class Mirror:
 
     def lock(self, workdir: Path) -> "MirrorLock":
         """Its lock, not yet taken."""
-        return MirrorLock(workdir)
+        return MirrorLock(workdir, self)
 
     def pull(self) -> None:
         """Makes the local files equal to those of the bucket."""
@@ -335,10 +335,8 @@ class MirrorLock(lock.WorkdirLock):
     There is no kernel to ask. On the holder's machine its process is looked up, by number and start.
     """
 
-    def __init__(self, workdir: Path) -> None:
+    def __init__(self, workdir: Path, mirror: Mirror) -> None:
         super().__init__(workdir)
-        mirror = find(workdir)
-        assert mirror is not None
         self._mirror, self._url = mirror, f"{mirror.url}/{lock.NAME}"
         self._record |= {
             "boot": f"{self._record['boot']} {_process_space()}",
