@@ -223,8 +223,8 @@ def _on_lines(parts: Sequence[str], width: int) -> str:
 
 
 def _format_pairs(record: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in record.items():
-        if name not in ("step", "time") and name.count("/") <= MAX_SLASHES:
+    for name, value in metrics_of(record).items():
+        if name.count("/") <= MAX_SLASHES:
             yield f"{name} {value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{name} {value:.4g}"
 
 
