@@ -21,7 +21,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,11 +317,8 @@ def validate(
     evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int, name: str = "eval"
 ) -> dict[str, float]:
     """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
-
-    def batches() -> Iterator[dict]:
-        return one_pass(validation, mesh, limit or None)
-
-    return {f"{name}/{key}": value for key, value in evaluate(evaluated(state), batches).items()}
+    metrics = evaluate(evaluated(state), lambda: one_pass(validation, mesh, limit or None))
+    return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
