@@ -44,7 +44,7 @@ class _Repeated:
 
     Args:
       batches: at the position after the step ``start``.
-      last: a step; of a spike, only those rollbacks count that had happened before it.
+      last: the step to repeat. If a spike was recorded there, later rollbacks do not count.
     """
 
     def __init__(self, batches: Any, workdir: Path, start: int, last: int | None):
