@@ -196,7 +196,7 @@ def _check_bucket(output: str) -> list[str]:
     storage.check(output, "--output")
     storage.write(f"{output}/.writable", b"")
     storage.remove(f"{output}/.writable")
-    return list(storage.find(output))
+    return shards_lib.names_in(output)
 
 
 # --- records --------------------------------------------------------------------------------------

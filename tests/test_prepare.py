@@ -367,6 +367,14 @@ def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa
     assert len([name for name in storage.find(output) if name.endswith(".array_record")]) == 2
 
 
+def test_a_dataset_in_a_folder_below_the_output_stays(corpus, bucket, cache):  # noqa: F811
+    prepare_text(corpus, f"{bucket}/out/en", shards=2)
+    below = storage.find(f"{bucket}/out/en")
+    for overwrite in (False, True):
+        prepare_text(corpus, f"{bucket}/out", shards=3, overwrite=overwrite)
+        assert storage.find(f"{bucket}/out/en") == below
+
+
 def test_an_upload_that_fails_leaves_the_dataset_on_disk(corpus, tmp_path, bucket, cache, monkeypatch):  # noqa: F811
     output, upload = f"{bucket}/out", storage.upload
     prepare_text(corpus, output, shards=3)

@@ -163,12 +163,17 @@ def _upload(folder: str, url: str, names: Collection[str]) -> None:
     size = sum(os.path.getsize(path) for path in files.values())
     print(f"uploading {len(files)} files ({size / 1e6:,.1f} MB) to {url}", file=sys.stderr, flush=True)
     retried(lambda: storage.remove(f"{url}/{MANIFEST}"), url)
-    for name in retried(lambda: storage.find(url), url):
+    for name in retried(lambda: names_in(url), url):
         if name.endswith(SUFFIX) or name in names:
             storage.remove(f"{url}/{name}")
     with futures.ThreadPoolExecutor(UPLOAD_THREADS) as pool:
         list(pool.map(lambda name: _upload_file(files[name], f"{url}/{name}"), files))
     _upload_file(manifest, f"{url}/{MANIFEST}")
+
+
+def names_in(url: str) -> list[str]:
+    """The names of the files in a folder of a bucket; in folders below it there may be other datasets."""
+    return [name for name in storage.find(url) if "/" not in name]
 
 
 def _upload_file(path: str, url: str) -> None:
