@@ -234,7 +234,13 @@ class Mirror:
 
     @contextlib.contextmanager
     def written(self, folder: Path) -> Iterator[None]:
-        """Copies a new folder to the bucket at the end of the block; if it fails, nothing remains."""
+        """Copies a new folder to the bucket at the end of the block; if it fails, nothing remains.
+
+        Raises:
+          ValueError: the folder of the bucket is not empty; its mirror may be, as it lacks large files.
+        """
+        if storage.find(self.url_of(folder)):
+            raise ValueError(f"{folder} is not empty; choose a new directory")
         folder.mkdir(parents=True, exist_ok=True)
         try:
             yield
