@@ -37,11 +37,11 @@ from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
 from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
+from maxlp.optim import eval_params
 from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
-from maxlp.run.restore import evaluated
 from maxlp.run.settings import Settings
 from maxlp.run.start import check_start
 from maxlp.run.tokenizer import prepare_tokenizer
@@ -317,7 +317,9 @@ def validate(
     evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int, name: str = "eval"
 ) -> dict[str, float]:
     """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
-    metrics = evaluate(evaluated(state), lambda: one_pass(validation, mesh, limit or None))
+    params = eval_params(state["opt_state"], state["params"])  # of schedule_free_adamw, an average
+    model = {"params": params, "model_state": state["model_state"]}
+    metrics = evaluate(model, lambda: one_pass(validation, mesh, limit or None))
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 

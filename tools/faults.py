@@ -2126,11 +2126,7 @@ RUN = [
     *_in(
         "run/restore.py",
         "run/test_restore.py",
-        (
-            'return graphdef, evaluated({"model_state": {}} | restored.state), restored.step',
-            'return graphdef, {"model_state": {}} | restored.state, restored.step',
-        ),
-        ('return {"params": params, "model_state"', 'return {"params": state["params"], "model_state"'),
+        ('{"params": params, "model_state"', '{"params": restored.state["params"], "model_state"'),
         ('            wanted["opt_state"] = eval_part(abstract["opt_state"])\n', "            pass\n"),
         (
             "root if step is None else root / str(step), wanted",
@@ -2676,7 +2672,7 @@ COMMANDS = [
             "",
             "test_train.py::test_low_precision_run_resumes_exactly",
         ),
-        ("evaluate(evaluated(state), batches)", "evaluate(state, batches)", "run/test_restore.py"),
+        ('eval_params(state["opt_state"], state["params"])', 'state["params"]', "run/test_restore.py"),
         (
             "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 0,",
             "eval_batches:\n                writer.write(n, validate(evaluate, state, validation, mesh, 1,",

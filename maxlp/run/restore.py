@@ -22,7 +22,8 @@ def restore_model(
       step: None takes the newest intact checkpoint.
 
     Returns:
-      its structure, {"params", "model_state"} on the mesh, and the step.
+      its structure, {"params", "model_state"} on the mesh, and the step. The parameters are those to
+      evaluate: of schedule_free_adamw, an average of the trained ones.
     """
     if run_dir.is_imported(c):  # whose config names the kernel of attention
         graphdef, wanted = abstract_model(settings.make_model(*settings.read_model(c)), mesh)
@@ -38,10 +39,5 @@ def restore_model(
             wanted["opt_state"] = eval_part(abstract["opt_state"])
     root = workdir / "checkpoints"
     restored = checkpoint.restore(root if step is None else root / str(step), wanted)
-    return graphdef, evaluated({"model_state": {}} | restored.state), restored.step
-
-
-def evaluated(state: State) -> State:
-    """The state with the parameters to evaluate: of schedule_free_adamw, an average of the trained ones."""
-    params = eval_params(state.get("opt_state", {}), state["params"])
-    return {"params": params, "model_state": state["model_state"]}
+    params = eval_params(restored.state.get("opt_state", {}), restored.state["params"])
+    return graphdef, {"params": params, "model_state": restored.state.get("model_state", {})}, restored.step

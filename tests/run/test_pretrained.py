@@ -19,11 +19,11 @@ from maxlp.core.train_state import abstract_state
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families.clip import hf
+from maxlp.optim import eval_params
 from maxlp.run import changes, cli, pretrained, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve, resolve_settings
 from maxlp.run.pretrained import published_params
-from maxlp.run.restore import evaluated
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
@@ -109,7 +109,7 @@ def test_the_optimizer_begins_with_the_weights(folder, tmp_path):
     # The average is (y - (1 - b1) z) / b1: a few roundings of numbers of the size of y.
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
-        evaluated(state)["params"],
+        eval_params(state["opt_state"], state["params"]),
         state["params"],
     )
 
