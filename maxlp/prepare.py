@@ -109,7 +109,7 @@ def prepare_text(
             raise ValueError(f"source {source!r} holds conversations; give the --tokenizer of their model")
         make_record = functools.partial(_conversation_record, chat=make_chat(encoder, tokenizer))
         dtype = CONVERSATION_DTYPE
-    with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder):
+    with shards_lib.destination(output, names) as folder, shards_lib.no_partial_files(folder, names):
         written = shards_lib.write_shards(folder, documents, make_record, shards, num_workers)
         manifest = _text_manifest(documents, written, encoder, dtype, split_options(tokenizer)[1])
         shards_lib.commit(folder, manifest, encoder.files if encoder else {}, names)

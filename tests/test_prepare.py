@@ -343,6 +343,12 @@ def test_subcommand_errors_are_one_line():
         assert str(caught.value) == f"the first argument must be one of text, image_text, not {given!r}"
 
 
+def test_partial_files_of_other_programs_stay(corpus, tmp_path):
+    (tmp_path / "film.partial").touch()
+    prepare_text(corpus, str(tmp_path))
+    assert (tmp_path / "film.partial").exists()
+
+
 # --- buckets --------------------------------------------------------------------------------------
 
 

@@ -1805,8 +1805,8 @@ DATA = [
         "test_prepare.py",
         ("examples * number // shards", "examples // shards * number"),
         (
-            "for pattern in (MANIFEST, ",
-            "for pattern in (",
+            "_remove(output, MANIFEST, ",
+            "_remove(output, ",
             "test_prepare.py::test_an_interrupted_replacement_leaves_no_manifest",
         ),
         ("range(shard.start, shard.stop)", "range(shard.start, shard.stop - 1)"),

@@ -87,27 +87,31 @@ def totals(written: list[dict[str, Any]]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def no_partial_files(output: str) -> Iterator[None]:
+def no_partial_files(output: str, names: Collection[str] = ()) -> Iterator[None]:
     """Creates the folder, and removes partial files on entry (those of a killed run) and on exit.
 
     If the block fails, folders that did not exist are removed too.
+
+    Args:
+      names: as in `commit`.
 
     Raises:
       ValueError: another process is in such a block with the same folder.
     """
     missing = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
     os.makedirs(output, exist_ok=True)
+    partial = [pattern + PARTIAL for pattern in ("*" + SUFFIX, MANIFEST, *names)]
     with _only_writer(output):
         try:
-            _remove(output, "*" + PARTIAL)
+            _remove(output, *partial)
             yield
         except BaseException:
-            _remove(output, "*" + PARTIAL)
+            _remove(output, *partial)
             with contextlib.suppress(OSError):
                 for path in missing:
                     path.rmdir()
             raise
-        _remove(output, "*" + PARTIAL)
+        _remove(output, *partial)
 
 
 @contextlib.contextmanager
@@ -193,8 +197,7 @@ def commit(
       other_files: written beside the shards, content by name.
       names: of further files that are not kept, such as the chat template of another tokenizer.
     """
-    for pattern in (MANIFEST, "*" + SUFFIX, *names):
-        _remove(output, pattern)
+    _remove(output, MANIFEST, "*" + SUFFIX, *names)
     for shard in manifest["shards"]:
         path = os.path.join(output, shard["file"])
         os.replace(path + PARTIAL, path)
@@ -205,9 +208,10 @@ def commit(
         os.replace(path + PARTIAL, path)
 
 
-def _remove(folder: str, pattern: str) -> None:
-    for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
-        os.remove(path)
+def _remove(folder: str, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+            os.remove(path)
 
 
 def _plan_shards(output: str, examples: int, shards: int) -> list[Shard]:
