@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State, abstract_model, abstract_state
 from maxlp.optim import eval_params
-from maxlp.run import settings
+from maxlp.run import run_dir, settings
 from maxlp.runtime import checkpoint
 
 
