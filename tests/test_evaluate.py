@@ -192,11 +192,16 @@ def lm_eval(monkeypatch):
     monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({"a": {"acc": 0.5}}, "the table"))
 
 
-def test_results_that_cannot_be_saved_are_printed(tmp_path, lm_eval, capsys):
-    (tmp_path / "lm_eval.json").write_text("{")
+def test_results_join_those_of_other_tasks_and_are_printed_if_they_cannot_be_saved(tmp_path, lm_eval, capsys):
+    path = tmp_path / "lm_eval.json"
+    path.write_text("{")
     with pytest.raises(ValueError, match="delete it, and evaluate again"):
         evaluate.run_lm_eval(tmp_path)
     assert capsys.readouterr().out == f"{tmp_path} at step 3\nthe table\n"
+    earlier = {"a": {"other": 1.0}}
+    path.write_text(json.dumps({"2": earlier, "3": earlier}))
+    evaluate.run_lm_eval(tmp_path)
+    assert json.loads(path.read_text()) == {"2": earlier, "3": {"a": {"other": 1.0, "acc": 0.5}}}
 
 
 def test_results_of_a_run_in_a_bucket_are_there_afterwards(bucket, lm_eval):

@@ -135,6 +135,8 @@ def test_steps_in_two_precisions_are_not_compared():
     at = types.SimpleNamespace(start=1, run=types.SimpleNamespace(settings=s), state={})
     with pytest.raises(ConfigError, match=r"--steps=4 from step 2 passes step 4, .* use --steps=3 or "):
         two_runs.steps_of(at, None, 4)
+    with pytest.raises(ConfigError, match=r"--steps=2 from step 4 passes step 4, .* use --steps=1 or "):
+        two_runs.steps_of(at, 4, 2)
     plain = types.SimpleNamespace(
         start=1, run=types.SimpleNamespace(settings=read(load("debug"))), state={}
     )

@@ -381,19 +381,30 @@ def test_a_dataset_in_a_folder_below_the_output_stays(corpus, bucket, cache):  #
         assert storage.find(f"{bucket}/out/en") == below
 
 
-def test_an_upload_that_fails_leaves_the_dataset_on_disk(corpus, tmp_path, bucket, cache, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("reason", ["the connection was reset", "is not what was uploaded"])
+def test_an_upload_that_fails_leaves_the_dataset_on_disk(
+    corpus,
+    tmp_path,
+    bucket,
+    cache,  # noqa: F811
+    monkeypatch,
+    reason,
+):
     output, upload = f"{bucket}/out", storage.upload
     prepare_text(corpus, output, shards=3)
 
     def fail_at_the_second(path, url):
-        if "00001-of-" in url:
-            raise storage.StorageError(f"{url}: the connection was reset")
-        upload(path, url)
+        if "00001-of-" not in url:
+            upload(path, url)
+        elif "reset" in reason:
+            raise storage.StorageError(f"{url}: {reason}")
+        else:
+            storage.write(url, bytes(path.stat().st_size))
 
     monkeypatch.setattr(storage, "upload", fail_at_the_second)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
-        storage.StorageError, match=r"reset; the dataset is complete in /.*: copy its"
+        storage.StorageError, match=rf"{reason}; the dataset is complete in /.*: copy its"
     ) as caught:
         prepare_text(corpus, output, shards=4, overwrite=True)
     with pytest.raises(ValueError, match=r"out holds no dataset\.json"):

@@ -235,6 +235,12 @@ CORE = [
         ("zip(call.parts[::-1], done.inputs[::-1]", "zip(call.parts, done.inputs"),
         ('"step": state["step"] + 1', '"step": state["step"] + 2'),
     ),
+    *_in(
+        "core/fused_backward.py",
+        "families/clip/test_train_step.py",
+        # A history of what leads to the stacks.
+        ("jax.tree.map(jnp.maximum, new_backward, more_backward)", "new_backward"),
+    ),
 ]
 
 OPTIM = [
@@ -916,6 +922,52 @@ PRECISION = [
         ("_magnitudes(records[0])", "_magnitudes(records[-1])"),
         ("int(np.argmax(values))", "int(np.argmin(values))"),
     ),
+    *_in(
+        "precision/unused.py",
+        "run/test_constraints.py",
+        (
+            "recipe.keep == 1 and RECIPES[name].keep == 1",
+            "recipe.keep == 1",
+            "::test_what_fits_together_is_accepted",
+        ),
+    ),
+    *_in(
+        "precision/inject.py",
+        "precision/test_inject.py",
+        (
+            "any(fnmatch.fnmatchcase(path, p) for p in gated_products)",
+            "any(path == p for p in gated_products)",
+            "::test_smoothing_acts_on_the_quantized_gated_products_only",
+        ),
+    ),
+    *_in(
+        "precision/switches.py",
+        "precision/test_switches.py",
+        (
+            "for a in (y - y0, y0))",
+            "for a in (y - y0, y))",
+            "::test_the_error_is_relative_to_the_product_in_high_precision",
+        ),
+    ),
+    *_in(
+        "precision/scalify/interpreter.py",
+        "precision/scalify/test_interpreter.py",
+        ('reverse=p["reverse"]', "reverse=False", "::test_each_step_is_bit_exact"),
+    ),
+    *_in(
+        "precision/scalify/training.py",
+        "precision/scalify/test_training.py",
+        ("in_fp8 = fp8 and module.kernel.ndim > 2", "in_fp8 = fp8", "::test_fp8_is_for_blocks_alone"),
+    ),
+    *_in(
+        "precision/scalify/markers.py",
+        "precision/scalify/test_training.py",
+        (
+            "jax.lax.dot_general(_e4m3(x), g, over_rows",
+            "jax.lax.dot_general(x, g, over_rows",
+            "::test_every_matmul_of_fp8_rounds_both_of_its_operands",
+        ),
+    ),
 ]
 
 NN = [
@@ -1106,6 +1158,15 @@ NN = [
         (
             "kernel.CausalMask if causal else kernel.FullMask",
             "kernel.FullMask if causal else kernel.CausalMask",
+        ),
+    ),
+    *_in(
+        "nn/attention/flash_tile.py",
+        "nn/test_flash_tile.py",
+        (
+            "return size if length <= MAX_TILES * size else 0",
+            "return size",
+            "::test_a_length_has_few_tiles_of_multiples_of_128",
         ),
     ),
 ]
@@ -1442,6 +1503,16 @@ LLAMA = [
         ("a=jnp.dtype(m.dtype).itemsize", "a=jnp.dtype(m.param_dtype).itemsize"),
         ("+ 3 * normed_heads(s)", ""),
     ),
+    *_in(
+        "families/llama/harness.py",
+        "families/llama/test_likelihood.py",
+        # The beginning of a long prompt.
+        (
+            "ids[-(self._max_len - new) :]",
+            "ids[: self._max_len - new]",
+            "::test_answers_are_greedy_and_end_before_a_stop",
+        ),
+    ),
 ]
 
 CLIP = [
@@ -1700,6 +1771,20 @@ CLIP = [
         ("np.array_equal(tensors[name], tensors[other])", "True", "families/llama/test_hf.py"),
         ("ROW = Transform(lambda x: x[0]", "ROW = Transform(lambda x: x[-1:]"),
     ),
+    *_in(
+        "families/clip/hf.py",
+        "families/clip/test_hf.py",
+        ("OPENAI_STD if is_clip else (0.5,) * 3", "OPENAI_STD", "::test_config_of_openai_b32"),
+    ),
+    *_in(
+        "families/clip/cost.py",
+        "planning/test_cost_model.py",
+        (
+            "host += 2 * tower.L * tower.x",
+            "host += tower.L * tower.x",
+            "::test_offloaded_inputs_of_blocks_pass_to_the_host_and_back",
+        ),
+    ),
 ]
 
 DATA = [
@@ -1953,6 +2038,44 @@ DATA = [
         ("words.subtract(own)", "pass"),
         ("canvas / 2 - a * x - b * y, d, e", "canvas / 2 - a * x + b * y, d, e"),
     ),
+    *_in(
+        "data/readers/parquet.py",
+        "data/test_remote.py",
+        # One cached column for all.
+        (
+            'f"row group {group} of {column}"',
+            'f"row group {group}"',
+            "::test_of_parquet_the_footer_and_one_column_of_a_group_are_fetched",
+        ),
+    ),
+    *_in(
+        "data/local_cache.py",
+        "data/test_local_cache.py",
+        (
+            "_hash(found.st_size, found.st_mtime_ns)",
+            "_hash(found.st_size)",
+            "::test_a_changed_file_replaces_its_copy",
+        ),
+    ),
+    *_in(
+        "data/remote.py",
+        "data/test_remote.py",
+        (
+            "max(0, entry.size - ENDS_BYTES), entry.size)",
+            "0, min(ENDS_BYTES, entry.size))",
+            "::test_without_a_tag_both_ends_of_a_file_tell_whether_it_has_changed",
+        ),
+    ),
+    *_in(
+        "data/shards.py",
+        "test_prepare.py",
+        (" or found.md5 not in (None, md5)", "", "::test_an_upload_that_fails_leaves_the_dataset_on_disk"),
+    ),
+    *_in(
+        "data/tokenizers/sentence_piece.py",
+        "data/tokenizers/test_sentence_piece.py",
+        ("or model.is_unknown(i) or", "or"),
+    ),
 ]
 
 RUN = [
@@ -1997,6 +2120,7 @@ RUN = [
         ("reversed(range(len(weights)))", "range(len(weights))"),
         ("len(layers) - last", "len(layers) - 1 - last"),
         ("if k and path not in found", "if k"),
+        ("weight < len(most)", "weight < len(most) - 1"),
     ),
     *_in(
         "precision/capacity.py",
@@ -2023,6 +2147,11 @@ RUN = [
             "{site: np.maximum(found, norms(",
             "{site: np.minimum(found, norms(",
             "run/test_difference.py::test_the_norm_with_the_larger_excess_is_reported",
+        ),
+        (
+            "bits = min(a.program.bits, b.program.bits)",
+            "bits = a.program.bits",
+            "run/test_difference.py::test_another_layout_raises_no_alarm[{}-{'dtype': 'bfloat16'}]",
         ),
     ),
     *_in(
@@ -2177,6 +2306,62 @@ RUN = [
             '_fail("interrupted", EXIT_INTERRUPTED)',
             '_fail("interrupted")',
             "run/test_cli.py::test_exit_codes_distinguish_mistakes_from_failures",
+        ),
+    ),
+    *_in(
+        "run/attribution.py",
+        "run/test_attribution.py",
+        (
+            'error_off=without["error"] - low["error"]',
+            'error_off=low["error"] - without["error"]',
+            "::test_effects_are_differences_from_high_precision_and_from_the_recipe",
+        ),
+    ),
+    *_in(
+        "run/late_phase.py",
+        "run/test_late_phase.py",
+        (
+            "if step is None or step > last:",
+            "if step is None or step >= last:",
+            "::test_the_last_early_step_has_the_early_precision",
+        ),
+    ),
+    *_in(
+        "run/misfit.py",
+        "run/test_misfit.py",
+        # The oldest checkpoint.
+        (
+            "reversed(checkpoint.list_steps(directory))",
+            "checkpoint.list_steps(directory)",
+            "::test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before",
+        ),
+    ),
+    *_in(
+        "run/settings.py",
+        "run/test_settings.py",
+        (
+            "2.0 if self.alpha is None",
+            "1.0 if self.alpha is None",
+            "::test_alpha_is_twice_the_rank_by_default",
+        ),
+    ),
+    *_in(
+        "run/swap.py",
+        "run/test_swap.py",
+        # Rows that no token has.
+        (
+            "table_VD[:size].mean(0)[None]",
+            "table_VD.mean(0)[None]",
+            "::test_rows_of_embedding_and_head_are_kept_or_means",
+        ),
+    ),
+    *_in(
+        "run/two_runs.py",
+        "test_lab.py",
+        (
+            "start <= late < start + number - 1",
+            "start < late < start + number - 1",
+            "::test_steps_in_two_precisions_are_not_compared",
         ),
     ),
 ]
@@ -2467,6 +2652,34 @@ RUNTIME = [
             "coordinator, process_id, num_processes, cluster",
         ),
     ),
+    *_in(
+        "runtime/bucket.py",
+        "runtime/test_bucket.py",
+        # The checksum of a file's last block.
+        (
+            "min(start + _BLOCK_BYTES, size)), crc)",
+            "min(start + _BLOCK_BYTES, size)))",
+            "::test_a_checkpoint_may_be_copied_between_bucket_and_disk",
+        ),
+    ),
+    *_in(
+        "runtime/lock.py",
+        "runtime/test_lock.py",
+        (
+            'for directory in (self.workdir, self.workdir / "spikes"):',
+            "for directory in (self.workdir,):",
+            "::test_what_a_killed_holder_left_half_written_is_removed",
+        ),
+    ),
+    *_in(
+        "runtime/mirror.py",
+        "runtime/test_mirror.py",
+        (
+            "for changed in (path, path.parent):",
+            "for changed in (path,):",
+            "::test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket",
+        ),
+    ),
 ]
 
 MONITORING = [
@@ -2611,6 +2824,7 @@ PLANNING = [
         ("total += bits / 8 * math.prod", "total += bits * math.prod"),
         ("bits = 8 if match is None else", "bits = 1 if match is None else"),
         ("return math.ceil(limit / _increment", "return math.ceil(limit * _increment"),
+        ("math.ceil(limit / _increment", "int(limit / _increment"),
     ),
     *_in(
         "planning/hlo_flops.py",
@@ -2645,6 +2859,24 @@ PLANNING = [
         "planning/test_compiled.py",
         ('"G": 2**30', '"G": 10**9'),
         ("max(0, m.output_size_in_bytes - m.alias_size_in_bytes)", "m.output_size_in_bytes"),
+    ),
+    *_in(
+        "planning/cost_model.py",
+        "planning/test_cost_model.py",
+        (
+            "return plain * itemsize + (1 - plain)\n",
+            "return plain + (1 - plain) * itemsize\n",
+            "::test_layers_in_high_precision_multiply_and_are_gathered_in_16_bits",
+        ),
+    ),
+    *_in(
+        "planning/hlo_flops.py",
+        "planning/test_hlo_flops.py",
+        (
+            'field("pad", "0_0").split("_")[0])',
+            'field("pad", "0_0").split("_")[1])',
+            "::test_products_are_those_of_a_convolution_of_ones",
+        ),
     ),
 ]
 
@@ -2812,6 +3044,16 @@ COMMANDS = [
         "test_report.py",
         ("if spike > newest and", "if spike < newest and"),
         ("min(newest, run.setting", "max(newest, run.setting"),
+    ),
+    *_in(
+        "evaluate.py",
+        "test_evaluate.py",
+        # The results of other tasks.
+        (
+            "at_step[key] = at_step.get(key, {}) | value",
+            "at_step[key] = value",
+            "::test_results_join_those_of_other_tasks_and_are_printed_if_they_cannot_be_saved",
+        ),
     ),
 ]
 

@@ -57,6 +57,17 @@ def test_of_parquet_the_footer_and_one_column_of_a_group_are_fetched(server):
     parquet._column.cache_clear()
     assert source[599]["text"] == texts[599] and not server.sizes(), "kept in the local cache"
     assert source[600]["text"] == texts[600] and len(server.sizes()) == 1
+    assert parquet._column(f"{server.url}/a.parquet", 2, "id")[0].as_py() == 400, "another column"
+
+
+def test_without_a_tag_both_ends_of_a_file_tell_whether_it_has_changed(server, monkeypatch):
+    monkeypatch.setattr(remote, "ENDS_BYTES", 4)
+    url, tags = f"{server.url}/a", set()
+    for data in (b"begin, end", b"Begin, end", b"begin, enD"):
+        (server.folder / "a").write_bytes(data)
+        monkeypatch.setitem(remote._entries, url, storage.Entry(len(data), None, "", 0.0))
+        tags.add(remote.stat(url).tag)
+    assert len(tags) == 3
 
 
 def test_without_room_on_the_disk_row_groups_are_not_kept(server, cache, monkeypatch):

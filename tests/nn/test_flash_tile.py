@@ -81,6 +81,14 @@ def test_a_ring_of_four_equals_dense_attention(interpreted, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("length", "size"),
+    [(8192, 1024), (1152, 384), (960, 0), (179 * 128, 128), (181 * 128, 0)],
+)
+def test_a_length_has_few_tiles_of_multiples_of_128(length, size):
+    assert flash_tile.tile_size(length) == size
+
+
+@pytest.mark.parametrize(
     ("S", "platform", "fused"), [(1024, "tpu", True), (1024, "cpu", False), (960, "tpu", False)]
 )
 def test_fused_tiles_run_on_tpu_for_lengths_that_fit(S, platform, fused):

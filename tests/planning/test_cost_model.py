@@ -16,6 +16,7 @@ from maxlp.planning import topologies
 from maxlp.planning.cost_model import (
     Ledger,
     cost_of,
+    gathered_itemsize,
     held_state,
     matmul_dtypes,
     matmul_flops,
@@ -196,7 +197,7 @@ def test_an_input_is_saved_if_one_of_its_matmuls_needs_all_tokens():
     assert unsampled(s, *inputs) == pytest.approx([0.0, 0.75 * 3 / 4])
 
 
-def test_layers_in_high_precision_multiply_in_16_bits():
+def test_layers_in_high_precision_multiply_and_are_gathered_in_16_bits():
     """Of four layers the first one, and the down projection of the third, under a sampled gradient too."""
     layers = {"model.num_layers": 4, "precision.first_blocks": 1, "precision.last_blocks": 0}
     layers["precision.rules"] = (("layers/2/mlp/down_proj", "bf16"),)
@@ -208,6 +209,9 @@ def test_layers_in_high_precision_multiply_in_16_bits():
             expected = {"bfloat16": 4 * plain}
             expected[low] = expected.get(low, 0) + (3 + kept) * (4 - plain)
             assert matmul_flops(s, path, 4, recomputed=1) == pytest.approx(expected)
+    s = read(changed(load("debug"), layers | {"precision.recipe": "fp8_current"}))
+    for path, plain in (("layers/attn/q_proj", 1), ("layers/mlp/down_proj", 2)):
+        assert gathered_itemsize(s, path, 2) == (2 * plain + 4 - plain) / 4
     frozen = read(changed(load("debug"), {"precision.recipe": "bf16"} | peaks.LORA))
     assert matmul_flops(frozen, "lm_head", 1, recomputed=0) == {"bfloat16": 2}
 
@@ -278,6 +282,22 @@ def test_offloaded_state_passes_between_the_host_and_the_device_once_each_way():
     assert state.offloaded_on(mesh) == 2 * 4 * state.num_params  # two moments
     assert state.bytes_on(mesh, "opt_state") < 100
     assert cost_of(s).work(s, machine, state).host == 2 * state.offloaded_on(mesh)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "clip"])
+def test_offloaded_inputs_of_blocks_pass_to_the_host_and_back(family, microbatches):
+    config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
+    changes = {"data.batch_size": 8, "model.remat": "offload", "train.microbatches": microbatches}
+    s = peaks.settings_of(config, changes)
+    machine, m = s.machine(1, "cuda"), s.model
+    if family == "llama":
+        numbers = m.num_layers * s.data.seq_len * m.embed_dim
+    else:
+        towers = (m.visual, m.visual.train_seq_len), (m.text, s.data.text_len)
+        numbers = sum(tower.num_layers * length * tower.width for tower, length in towers)
+    itemsize = jax.numpy.dtype(m.dtype).itemsize
+    assert cost_of(s).work(s, machine, state_shapes(s, machine)).host == 2 * 8 * numbers * itemsize
 
 
 @pytest.mark.parametrize(

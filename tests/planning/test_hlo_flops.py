@@ -41,11 +41,12 @@ def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
 
 
 @pytest.mark.parametrize(
-    "window", [{}, {"stride": "2"}, {"pad": "2_2"}, {"lhs_dilate": "2"}, {"rhs_dilate": "3"}]
+    "window",
+    [{}, {"pad": "2_2"}, {"stride": "2", "pad": "2_0"}, {"lhs_dilate": "2"}, {"rhs_dilate": "3"}],
 )
 def test_products_are_those_of_a_convolution_of_ones(window):
     """Each entry of the output is the number of products that it sums."""
-    n, m = 7, 3
+    n, m = 8, 3
     low, high = (int(p) for p in window.get("pad", "0_0").split("_"))
     out = jax.lax.conv_general_dilated(
         jnp.ones((1, 1, n)),

@@ -67,8 +67,9 @@ def test_the_first_matching_rule_decides():
     assert table(min_dim=64, rules=(("*/k_proj", int8),))["layers/attn/k_proj"] == "int8_switchback"
 
 
-def test_smoothing_acts_on_the_quantized_gated_products_only():
-    how = dict(smooth_swiglu="balanced", gated_products=FAMILY.gated_products)
+@pytest.mark.parametrize("gated_products", [FAMILY.gated_products, ("*/mlp/down_proj",)])
+def test_smoothing_acts_on_the_quantized_gated_products_only(gated_products):
+    how = dict(smooth_swiglu="balanced", gated_products=gated_products)
     smooth = {path: "fp8_current" for path in PATHS} | {"lm_head": "high precision"}
     assert table(**how) == smooth | {"layers/mlp/down_proj": "fp8_current, smooth balanced"}
     rules = (("*/down_proj", RECIPES["bf16"]),)

@@ -53,6 +53,36 @@ def test_the_table_fits_a_terminal():
     assert len(lines) == 2 * (2 + 2 * 10) + 2 and max(map(len, lines)) <= 80
 
 
+def test_effects_are_differences_from_high_precision_and_from_the_recipe():
+    weights = {("fwd", "input"): 1.0, ("drhs", "output_grad"): 4.0}
+    sites = [Site("a", None, *kind) for kind in weights]
+
+    class Sums:
+        """The loss and the error are sums over what is on; each statistic is a number of its own."""
+
+        def __init__(self):
+            self.sites, self.off = sites, {"a": np.zeros((3, 2), bool)}
+
+        def __call__(self, on):
+            total = sum(weights[site[2:]] for site in sites if on["a"][site.index])
+            statistics = {"a": np.broadcast_to(np.array([0.1, 0.2, 0.3]), (3, 2, 3))}
+            return {"loss": 8 + total, "error": 16 + total, "cosine": 1 - total}, statistics
+
+    found = attribution.attribution(Sums(), 7)
+    assert (found.loss, found.loss_all, found.error_all, found.cosine_all) == (8, 5, 21, -4)
+    for site, weight in zip(sites, weights.values(), strict=True):
+        assert found.effects[site] == Effect(
+            loss_on=weight,
+            error_on=16 + weight,
+            cosine_on=1 - weight,
+            matmul=0.3,
+            saturated=0.1,
+            underflow=0.2,
+            loss_off=-weight,
+            error_off=-weight,
+        )
+
+
 @pytest.mark.full
 def test_one_program_serves_all_sites(clean):
     found, notes, compilations = clean

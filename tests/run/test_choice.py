@@ -59,6 +59,8 @@ def test_equal_effects_take_the_fewest_flops():
     assert chosen.tolist() == [False, True, True]
     [chosen] = choice.choose(Costs(PATHS, np.array([[1.0, 1.0, 0.0]]), sizes), 0.5)
     assert chosen.tolist() == [False, True, False]
+    [chosen] = choice.choose(Costs(PATHS, np.array([[9.0, 1.0, 1.0]]), sizes), 0.5)
+    assert chosen.tolist() == [True, False, False], "one that takes the whole budget"
 
 
 def test_shares_of_flops():

@@ -326,6 +326,7 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "optimizer.offload": True},
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
+    SAMPLED | {"precision.options.keep": 1.0},  # it is 0.3 by default
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     {"precision.loss_scale.per_tensor": True, "optimizer.galore.rank": 0} | NOT_LOW_BIT,
     {"optimizer.name": "adafactor"} | NOT_LOW_BIT,

@@ -369,6 +369,7 @@ CLEAN = [
     ({}, SHARDED),
     (BF16, UNROLLED | dict(remat="dots")),
     (BF16, SHARDED),
+    ({}, BF16),
     (LATE, SHARDED | dict(remat="block")),
 ]
 MORE = [

@@ -6,6 +6,8 @@ import pytest
 
 from maxlp.run import late_phase, run_dir
 from maxlp.run.config import ConfigError
+from maxlp.runtime.files import write_json
+from tests.run.fixtures import changed, load
 from tests.run_outputs import checkpoint, losses
 from tests.training_runs import finish, start
 
@@ -51,6 +53,15 @@ def test_a_run_that_ends_in_high_precision(tmp_path):
 def test_a_run_without_low_precision_has_no_late_phase(tmp_path):
     message = finish(start(tmp_path, LATE, "--dry_run"), code=2)
     assert "config.precision.high_precision_from=4 changes nothing with recipe=bf16; set it to 0" in message
+
+
+@pytest.mark.parametrize(("step", "recipe"), [(3, "nvfp4"), (4, "nvfp4"), (5, "bf16"), (None, "bf16")])
+def test_the_last_early_step_has_the_early_precision(tmp_path, step, recipe):
+    c = changed(load("debug"), {"precision.high_precision_from": 4})
+    run_dir.save_config(tmp_path, c)
+    early = c.precision.to_dict() | {"recipe": "nvfp4", "first_blocks": 0}
+    write_json(tmp_path / late_phase.EARLY, {"last_step": 4, "precision": early})
+    assert late_phase.config_at(tmp_path, step).precision.recipe == recipe
 
 
 def test_imported_weights_have_no_steps(tmp_path):

@@ -92,11 +92,14 @@ def test_histories_of_another_smooth_swiglu_are_not_misread(tmp_path):
 def test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before(tmp_path):
     """`Checkpointer.restore_latest` finds it damaged, and restores the newest intact one."""
     save(tmp_path, {})
-    shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / "4")
+    for step in ("2", "4"):
+        shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / step)
+    (tmp_path / "checkpoints" / "2" / "checkpoint.json").write_text('{"step": 2, "arrays": {}}')
     (tmp_path / "checkpoints" / "4" / "checkpoint.json").write_text('{"step": 4, "arr')
     resume(tmp_path, {})
     with pytest.raises(ConfigError, match=re.escape(f"the checkpoints of {tmp_path} do not fit")):
         resume(tmp_path, {"optimizer.name": "sgd"})
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
     (tmp_path / "checkpoints" / "3" / "checkpoint.json").write_text("")
     resume(tmp_path, {})
 

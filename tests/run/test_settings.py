@@ -6,16 +6,19 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxlp import schema
 from maxlp.core.train_state import abstract_state
 from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.nn.lora import Adapter
 from maxlp.optim.config import OPTIMIZERS, options_of
 from maxlp.run import constraints, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
-from maxlp.run.settings import TrainConfig, read
+from maxlp.run.settings import LoraConfig, TrainConfig, read
+from tests.fixtures import make_llama
 from tests.run.fixtures import changed, load
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +41,13 @@ def test_a_preset_has_the_published_number_of_parameters(name, count):
     s = read(load(name))
     assert s.num_params == count
     constraints.check(s, s.machine(8, "cpu"))
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (12.0, 3.0)])
+def test_alpha_is_twice_the_rank_by_default(alpha, scale):
+    model = make_llama()(nnx.Rngs(0))
+    LoraConfig(rank=4, alpha=alpha).add_to(model, nnx.Rngs(0))
+    assert {m.scale for _, m in nnx.iter_modules(model) if isinstance(m, Adapter)} == {scale}
 
 
 def test_every_config_file_is_a_preset_or_debug():

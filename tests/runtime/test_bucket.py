@@ -126,7 +126,8 @@ def test_where_the_store_keeps_no_md5_files_are_read(bucket, monkeypatch):
 
 
 @pytest.mark.full
-def test_a_checkpoint_may_be_copied_between_bucket_and_disk(bucket, tmp_path):
+def test_a_checkpoint_may_be_copied_between_bucket_and_disk(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxlp.runtime.bucket._BLOCK_BYTES", 10_000)  # files are read in several blocks
     save(f"{bucket}/a", 1)
     for name in storage.find(f"{bucket}/a"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

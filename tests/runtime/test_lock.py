@@ -87,13 +87,15 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
 
 
 def test_what_a_killed_holder_left_half_written_is_removed(tmp_path):
-    (tmp_path / ".run.json.0123abcd.tmp").write_text("{")
-    kept = {"run.json", "notes.tmp", ".notes.tmp", ".notes.draft.tmp", ".a.0123abcd.tmp"}
-    for name in kept - {".a.0123abcd.tmp"}:
+    (tmp_path / "spikes").mkdir()
+    for path in (tmp_path / ".run.json.0123abcd.tmp", tmp_path / "spikes" / ".7.json.0123abcd.tmp"):
+        path.write_text("{")
+    kept = {"spikes", "run.json", "notes.tmp", ".notes.tmp", ".notes.draft.tmp", ".a.0123abcd.tmp"}
+    for name in kept - {"spikes", ".a.0123abcd.tmp"}:
         (tmp_path / name).write_text("")
     (tmp_path / ".a.0123abcd.tmp").mkdir()
     taken(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert {path.name for path in tmp_path.iterdir()} == kept and not [*(tmp_path / "spikes").iterdir()]
 
 
 def test_of_processes_that_start_at_once_exactly_one_holds(tmp_path):

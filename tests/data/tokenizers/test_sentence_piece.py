@@ -7,6 +7,7 @@ def test_sentencepiece_is_exact(sentencepiece_paths):
     tokenizer = make_tokenizer(sentencepiece_paths[False])
     assert (tokenizer.vocab_size, tokenizer.prefix_bytes) == (600, 0)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+    assert tokenizer.tokens[:3] == [b""] * 3, "<unk> and the special tokens"
     assert_exact(tokenizer, texts)
     prefixed = make_tokenizer(sentencepiece_paths[True])
     assert prefixed.prefix_bytes == 1

@@ -37,6 +37,8 @@ def test_config_of_openai_b32():
     assert (config["act"], config["norm_eps"]) == ("quick_gelu", 1e-5)
     assert config["image_mean"] == (0.48145466, 0.4578275, 0.40821073)
     assert config["image_std"] == (0.26862954, 0.26130258, 0.27577711)
+    siglip = hf.config_from_hf(dict(model_type="siglip"))
+    assert siglip["image_mean"] == siglip["image_std"] == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(

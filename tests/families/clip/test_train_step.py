@@ -23,7 +23,9 @@ LOSS = ContrastiveConfig(kind="softmax", method="plain")
 
 
 def make(rngs: nnx.Rngs) -> nnx.Module:
-    return make_mixed_clip(CONFIG, rngs, rules=(("*/layers/*", "fp8_delayed"),))
+    # The patch embedding, too: what leads to the stacks has histories of its own.
+    rules = ("*/layers/*", "fp8_delayed"), ("visual/patch_embed", "fp8_delayed")
+    return make_mixed_clip(CONFIG, rngs, rules=rules)
 
 
 def train(released: bool, axes: dict[str, int]):

@@ -140,10 +140,12 @@ def test_answers_are_greedy_and_end_before_a_stop(model, tokenizer, log_probs):
     questions = Questions(model, tokenizer, MAX_LEN)
     contexts = ["the user", "why", "the user asks: why? " * 9]
     plain = questions.generate_until([(context, {"max_gen_toks": 8}) for context in contexts])
-    ids = [tokenizer.bos_id, *tokenizer.encode(contexts[0])]
-    for _ in range(8):
-        ids.append(int(log_probs(ids)[-1].argmax()))
-    assert contexts[0] + plain[0] == tokenizer.decode(ids)
+    for context, answer in zip(contexts, plain, strict=True):
+        prompt = [tokenizer.bos_id, *tokenizer.encode(context)][-(MAX_LEN - 8) :]  # its end, of a long one
+        ids = [*prompt]
+        for _ in range(8):
+            ids.append(int(log_probs(ids)[-1].argmax()))
+        assert answer == tokenizer.decode(ids)[len(tokenizer.decode(prompt)) :]
     stop = plain[1][3]
     found = questions.generate_until(
         [(context, {"max_gen_toks": 8, "until": [stop]}) for context in contexts]

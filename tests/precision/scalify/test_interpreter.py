@@ -67,7 +67,7 @@ STEPS = {
     "barrier": lambda x, y: jax.lax.optimization_barrier((x, y))[0],
     "sharding": lambda x, y: jax.lax.with_sharding_constraint(x, REPLICATED),
     "scan": lambda x, y: jax.lax.scan(lambda c, r: (c * 0.5 + r, c - r), jnp.zeros(6), x)[1] + y,
-    "growing scan": lambda x, y: jax.lax.scan(lambda c, r: (c * 4.0, c * r), y[0], x)[1] / 64,
+    "growing scan": lambda x, y: jax.lax.scan(lambda c, r: (c * 4.0, c * r), y[0], x, reverse=True)[1] / 64,
     "remat": lambda x, y: jax.checkpoint(lambda x: jnp.tanh(x) * x)(x),
     "rescale": lambda x, y: jax.vjp(dynamic_rescale_l2_grad, y)[1](x)[0],
 }

@@ -12,7 +12,10 @@ from maxlp.families.clip.gradients import loss_gradients as clip_gradients
 from maxlp.families.clip.model import CLIP
 from maxlp.families.llama import task
 from maxlp.families.llama.task import NextTokenConfig
+from maxlp.precision import HIGH_PRECISION
 from maxlp.precision.scalify import mark, scale, scaled_gradients, scalify, unscale
+from maxlp.precision.scalify.markers import fp8_dot_general
+from maxlp.precision.scalify.scaled import Scaled
 from tests.families.clip.fixtures import make_batch, tiny_clip
 from tests.fixtures import Trainer, batch, batches, make_llama, make_mesh
 from tests.optim.common import make_optimizer
@@ -86,6 +89,26 @@ def test_float16_parameters_have_the_gradients_of_their_float32_copies():
     got = llama_gradients(scaled=True, **halves)
     assert distance(got, llama_gradients(scaled=True, params=wide, dtype="float16")) < 2.0**-10
     assert distance(llama_gradients(2.0**-24, scaled=True, **halves), got) < 0.016  # see above
+
+
+def test_every_matmul_of_fp8_rounds_both_of_its_operands():
+    rng = np.random.default_rng(0)
+    x, kernel, g = (rng.standard_normal(shape, np.float32) for shape in ((8, 16), (16, 4), (8, 4)))
+
+    def matmuls(x, kernel, g):
+        y, pull = jax.vjp(lambda *pair: fp8_dot_general(*pair, (((1,), (0,)), ((), ())), None), x, kernel)
+        return y, *pull(g)
+
+    got = unscale(scalify(matmuls)(*(Scaled(jnp.asarray(a), jnp.int32(0)) for a in (x, kernel, g))))
+    x, kernel = (a.astype(jnp.float8_e4m3fn).astype(np.float32) for a in (x, kernel))
+    g = g.astype(jnp.float8_e5m2).astype(np.float32)
+    for one, want in zip(got, (x @ kernel, g @ kernel.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(one, want, atol=1e-5)  # sums of 16 products in another order
+
+
+def test_fp8_is_for_blocks_alone():
+    table = mark(make_llama()(nnx.Rngs(0)), fp8=True)
+    assert {path for path, name in table.items() if name == HIGH_PRECISION} == {"lm_head"}
 
 
 @pytest.mark.full
