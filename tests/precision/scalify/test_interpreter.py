@@ -95,7 +95,7 @@ def program(names: tuple[str, ...], x: jax.Array, y: jax.Array) -> dict[str, jax
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))]
 )
 def test_random_programs_at_any_scale_differ_only_by_the_order_of_sums(seed):
-    """And so do their gradients."""
+    """And so do their gradients. (Eagerly, each operation would be compiled by itself.)"""
     rng = np.random.default_rng(seed)
     names = tuple(rng.permutation(list(STEPS))[:12])
     x, y = jnp.asarray(rng.normal(size=(2, 4, 6)), F32)
@@ -105,11 +105,13 @@ def test_random_programs_at_any_scale_differ_only_by_the_order_of_sums(seed):
         return jax.grad(lambda *a: program(names, *a)["mean"], argnums=(0, 1))(x, y)
 
     for fn in (functools.partial(program, names), gradient):
-        got = scalify(fn)(*map(pair, (x, y), exponents))
+        got = jax.jit(scalify(fn))(*map(pair, (x, y), exponents))
         assert all(isinstance(leaf, Scaled) for leaf in jax.tree.leaves(got, is_leaf=is_scaled))
         # The order of sums is XLA's, and may differ where the surrounding operations do.
         jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), unscale(got), fn(x, y)
+            functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7),
+            unscale(got),
+            jax.jit(fn)(x, y),
         )
 
 
