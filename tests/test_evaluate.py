@@ -192,7 +192,7 @@ def lm_eval(monkeypatch):
     monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({"a": {"acc": 0.5}}, "the table"))
 
 
-def test_results_join_those_of_other_tasks_and_are_printed_if_they_cannot_be_saved(tmp_path, lm_eval, capsys):
+def test_results_join_those_of_other_tasks_and_are_printed_if_not_saved(tmp_path, lm_eval, capsys):
     path = tmp_path / "lm_eval.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="delete it, and evaluate again"):
