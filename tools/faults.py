@@ -3052,7 +3052,7 @@ COMMANDS = [
         (
             "at_step[key] = at_step.get(key, {}) | value",
             "at_step[key] = value",
-            "::test_results_join_those_of_other_tasks_and_are_printed_if_they_cannot_be_saved",
+            "::test_results_join_those_of_other_tasks_and_are_printed_if_not_saved",
         ),
     ),
 ]
