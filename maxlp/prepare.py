@@ -173,6 +173,8 @@ def _check_output(
         found = _check_bucket(output)
     else:
         output = str(local_path(output, "--output"))
+        if os.path.lexists(output) and not os.path.isdir(output):  # before a tokenizer is trained in vain
+            raise ValueError(f"--output={output} is not a directory; choose another name")
         found = os.listdir(output) if os.path.isdir(output) else []
     if "run.json" in found:  # a run's own tokenizer would be replaced, even if --overwrite means the shards
         raise ValueError(f"--output={output} is the workdir of a run; choose another folder")

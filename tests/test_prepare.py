@@ -161,6 +161,12 @@ def test_the_workdir_of_a_run_is_refused(corpus, tmp_path):
         prepare_text(corpus, str(tmp_path), train_tokenizer=300, overwrite=True)
 
 
+def test_a_file_as_output_is_refused_before_a_tokenizer_is_trained(corpus):
+    output = corpus.removeprefix("jsonl:")
+    with pytest.raises(ValueError, match="is not a directory; choose another name"):
+        prepare_text(corpus, output, train_tokenizer=2**20, overwrite=True)  # too many ids for it
+
+
 def test_a_new_tokenizer_does_not_take_over_the_chat_template_of_the_old_one(corpus, tmp_path):
     old, new = (
         write_tokenizer(tmp_path / name, template) for name, template in (("old", CHATML), ("new", None))
