@@ -31,6 +31,7 @@ from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
 from maxlp.runtime.safetensors import Tensors, write_tensors
 from tests import training_runs
+from tests.run.fixtures import load
 
 GOLDENS = Path(__file__).parent / "goldens"
 SOURCES = {  # golden -> family, format
@@ -326,13 +327,17 @@ def test_an_exported_tokenizer_makes_texts_lower_case_if_the_run_did(normalizer,
     [("llama_3_1", True, [], []), ("llama_3_1", False, [0], []), ("clip_hf_siglip", False, [0], [1])],
 )
 def test_an_exported_tokenizer_adds_the_special_tokens_of_training(
-    name, is_imported, before, behind, tmp_path, monkeypatch
+    name, is_imported, before, behind, tmp_path
 ):
     source = write_source(tmp_path / "source", name)
     content = json.loads(train_bpe(["to be or not to be"] * 10, 265).files["tokenizer.json"])
     (source / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}))
     convert.import_weights(source, tmp_path / "run")
-    monkeypatch.setattr(run_dir, "is_imported", lambda config: is_imported)
+    if not is_imported:  # a run that was trained has all sections
+        imported, trained = run_dir.load_config(tmp_path / "run"), load("debug", family=SOURCES[name][0])
+        trained.model, trained.precision = imported.model, imported.precision
+        trained.data.tokenizer = imported.data.tokenizer
+        run_dir.save_config(tmp_path / "run", trained)
     convert.export_weights(tmp_path / "run", tmp_path / "out", SOURCES[name][1])
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
     text = made.encode("to be", add_special_tokens=False).ids
