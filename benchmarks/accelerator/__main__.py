@@ -1,15 +1,15 @@
 r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
     python -m benchmarks.accelerator --list
-    python -m benchmarks.accelerator --out=results --minutes=10   # what 10 minutes give: checks, 8B
-    python -m benchmarks.accelerator --out=results                # goes on: about 50 minutes in all
-    python -m benchmarks.accelerator --out=results --report       # the tables, also of a part
+    python -m benchmarks.accelerator --minutes=10   # what 10 minutes give: checks, 8B
+    python -m benchmarks.accelerator                # goes on: about 50 minutes in all
+    python -m benchmarks.accelerator --report       # the tables, also of a part
 
-Each piece runs in a process of its own with a time limit, and writes PIECE.json to --out with its rows, the
-versions, the device, its clocks, the command and the commit (without git: $GIT_COMMIT). A piece whose file
-is there is not repeated (--again does), even if it failed; one that was interrupted goes on after its last
-row. What the pieces print is in PIECE.log. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR
-(~/.cache/maxlp/xla).
+Each piece runs in a process of its own with a time limit, and writes PIECE.json to the folder --out
+("results" by default) with its rows, the versions, the device, its clocks, the command and the commit
+(without git: $GIT_COMMIT). A piece whose file is there is not repeated (--again does), even if it failed;
+one that was interrupted goes on after its last row. What the pieces print is in PIECE.log. Compiled
+programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
 Works on one device of a GPU or TPU, with PyTorch beside it for the comparison if it can be imported. On a
 CPU, or with --tiny, the sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
@@ -114,7 +114,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
     parser.add_argument("--list", action="store_true", help="print the pieces and stop")
     parser.add_argument("--report", action="store_true", help="print the tables of the results and stop")
     parser.add_argument("--only", default="", help="pieces, separated by commas")
@@ -127,9 +127,7 @@ def parse_args() -> argparse.Namespace:
         parser.exit(2, f"--only={unknown[0]} is unknown; the pieces: {', '.join(names)}\n")
     if not args.minutes > 0:
         parser.exit(2, f"--minutes={args.minutes:g} is not positive\n")
-    if args.out is None and not args.list:
-        parser.exit(2, "--out is missing; give the folder of the results, as in --out=results\n")
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
+    if args.out.exists() and not args.out.is_dir():
         parser.exit(2, f"--out={args.out} is a file; give a folder\n")
     return args
 

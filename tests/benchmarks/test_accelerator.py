@@ -280,7 +280,6 @@ def test_results_of_another_device_or_an_interruption_do_not_count():
         (["--out=x", "--only=smoke,nope"], "--only=nope is unknown; the pieces: kernels, "),
         (["--out=x", "--minutes=0"], "--minutes=0 is not positive"),
         (["--out=x", "--minutes=nan"], "--minutes=nan is not positive"),
-        (["--report"], "--out is missing; give the folder"),
         ([f"--out={__file__}"], "test_accelerator.py is a file; give a folder"),
     ],
 )
