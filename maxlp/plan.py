@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
-    """Raises a ValueError for an output file that the plan could not be written to in the end."""
+    """Raises a ValueError, before the plan is made, for an output file that it could not be written to."""
     for name, path in files.items():
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
@@ -200,9 +200,11 @@ def compile_for(
 def timing(
     plan: dict[str, Any], work: Work, found: Sequence[Collective], topology: Topology, dcn: int
 ) -> dict[str, Any]:
-    """Collectives by kind and axes, those that are rare apart; the seconds of a step, and the MFU.
+    """The collectives by kind and axes, the rare ones listed apart; the seconds of a step, and the MFU.
 
     Args:
+      plan: the plan so far: its mesh, units and FLOPs.
+      found: the collectives of a step on one device.
       dcn: ``mesh.dcn_data`` of the config.
     """
     groups, rare = (
@@ -230,7 +232,7 @@ def search_settings(
 
     Args:
       compiles: whether to verify them with the compiler; the first one that fits ends the search.
-      fits: whether the given settings fit, so that nothing needs to be verified.
+      fits: whether the config's own settings fit, so that no alternative needs to be compiled.
 
     Returns:
       None if the settings cannot run on this topology, whatever their layout.

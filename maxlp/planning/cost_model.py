@@ -54,20 +54,20 @@ class StateShapes:
         return self._bytes_on(mesh, "opt_state")[1]
 
     def sides_on(self, mesh: AbstractMesh, released: bool) -> tuple[float, float]:
-        """Bytes of SOAP's sides on one device, and what their refresh needs besides.
+        """Bytes of SOAP's sides (`soap.Side`) on one device, and of the workspace of their refresh.
 
-        One layer's is decomposed in one and a half of its size. Where devices share the layers, they need
-        four of the size of theirs, which they decompose at once. Where they cannot, and layers are not
-        released, the largest side is copied to another layout, and gradients and first moments are split
-        like it.
+        Decomposing the side of one layer takes 1.5 times its size. Where devices share the layers, each
+        decomposes all of its own at once, which takes 4 times their size. Where they cannot share them and
+        layers are not released, the largest stack of sides is also copied to another layout, and gradients
+        and first moments are split like it.
         """
-        held, turning = 0.0, 0.0
+        held, workspace = 0.0, 0.0
 
         def is_side(x: Any) -> bool:
             return isinstance(x, Side)
 
         if not any(map(is_side, jax.tree.leaves(self.tree["opt_state"], is_leaf=is_side))):
-            return held, turning
+            return held, workspace
         for side in filter(is_side, jax.tree.leaves(self._on(mesh, "opt_state"), is_leaf=is_side)):
             *layers, m, n = side.gram.sharding.shard_shape(side.gram.shape)
             stack, whole = 4.0 * math.prod((*layers, m, n)), 4.0 * side.gram.shape[-1] ** 2
@@ -78,8 +78,8 @@ class StateShapes:
                 needed = 1.5 * whole
             else:
                 needed = 1.5 * whole + stack + 2 * 4 * self.num_params / mesh.size
-            turning = max(turning, needed)
-        return held, turning
+            workspace = max(workspace, needed)
+        return held, workspace
 
     def _bytes_on(self, mesh: AbstractMesh, part: str) -> tuple[float, float]:
         if (mesh, part) not in self._bytes:
@@ -108,7 +108,7 @@ class StateShapes:
 
 
 def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str, float]:
-    """Bytes of one device for the state, which it holds before, during and after a step."""
+    """Bytes of the state on one device, by part: what it holds before, during and after a step."""
     rest = state.bytes_on(mesh, "model_state")  # state of precision, and weights that adapters freeze
     optimizer = state.bytes_on(mesh, "opt_state")
     held = {"parameters": state.bytes_on(mesh, "params")}
@@ -129,14 +129,14 @@ def saves_attention(remat: str, kernel: str) -> bool:
     return remat == "none" or (remat == "dots" and kernel != "xla")
 
 
-def of_matrices(matmuls: str, largest: float) -> float:
-    """Bytes of float32 arrays in the update of an optimizer that multiplies matrices, on one device.
+def workspace_of_matmuls(matmuls: str, largest: float) -> float:
+    """Bytes of the float32 arrays that an optimizer with matmuls allocates for its update, on one device.
 
-    It needs one array of the largest stack of matrices: an update, or a clipped gradient that a matmul
-    reads. Muon's iterations have three more of the matrices on which it iterates at a time.
+    It needs one array of the size of the largest stack of matrices: an update, or a clipped gradient that a
+    matmul reads. Muon's iterations need three more for the matrices that they process at a time.
 
     Args:
-      matmuls: that of its `optim.config.OptimizerKind`.
+      matmuls: see `optim.config.OptimizerKind`.
       largest: bytes of the largest stack in float32.
     """
     if matmuls == "none":
@@ -147,7 +147,7 @@ def of_matrices(matmuls: str, largest: float) -> float:
 def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     """The state of a run; takes about a second of tracing.
 
-    It leaves out what replicas have for themselves, whose shape depends on the mesh; see `held_state`.
+    It leaves out state that each replica has for itself, whose shape depends on the mesh: see `held_state`.
 
     Raises:
       ValueError: a parameter that the mesh does not divide.
@@ -164,11 +164,11 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
 
 
 def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) -> tuple[str, float]:
-    """The kind of the collective that adds the gradients of kernels over ``fsdp``, and its bytes.
+    """The kind of the collective that sums the gradients of kernels over ``fsdp``, and its bytes.
 
     Args:
       D: the dim of the kernels that ``fsdp`` splits.
-      widths: their other dims, as far as they are on one device of ``tensor``.
+      widths: the other dim of each kernel, of which only the shard on one device of ``tensor`` counts.
       itemsize: of the dtype of the matmuls.
     """
     if s.precision.scatter == "none":
@@ -177,10 +177,11 @@ def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) 
 
 
 def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
-    """Bytes in which ``fsdp`` gathers a number of a kernel, on average over the layers of its stack.
+    """Bytes per element of a kernel that ``fsdp`` all-gathers, averaged over the layers of its stack.
 
     Where a tensor has one scale, XLA quantizes each shard and gathers the result. Kernels with other scales
-    count in full: of row-wise ones, quantized along either axis, XLA gathers half to three quarters.
+    are counted unquantized, although with row-wise scales, for which a kernel is quantized along either
+    axis, XLA gathers only half to three quarters of that.
 
     Args:
       itemsize: of the dtype of the matmuls.
@@ -194,10 +195,11 @@ def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:
 
 
 def gathered_gradient_itemsize(s: Settings, machine: Machine, path: str, itemsize: int) -> float:
-    """Bytes in which ``tensor`` gathers a number of an output's gradient, on average over the layers.
+    """Bytes per element of an output's gradient that ``tensor`` all-gathers, averaged over the layers.
 
-    On GPUs each matmul gathers the form that it takes, and two that take the same one gather it once
-    (`precision.mesh_product`). Others, blocks and adapters count as in high precision.
+    On GPUs each matmul gathers its operand as it is quantized for it, and two matmuls that quantize it in
+    the same way gather it once (`precision.mesh_product`). Other devices, block scales and adapters count
+    as in high precision.
 
     Args:
       itemsize: of the dtype of the matmuls.
@@ -219,9 +221,9 @@ class Work:
     """What one device does in a step, recomputation included.
 
     Attributes:
-      flops: by the rate of the matmuls, a name in `hardware.PEAK_TFLOPS`.
-      bytes: traffic of the device's memory.
-      host: traffic between the device and the host's memory.
+      flops: FLOPs of the matmuls by the dtype whose peak rate they run at, as in `hardware.PEAK_TFLOPS`.
+      bytes: bytes read from and written to the device's memory.
+      host: bytes moved between the device and the host's memory.
     """
 
     flops: dict[str, float]
@@ -233,8 +235,8 @@ class Cost(NamedTuple):
     """The closed form of a family; a family's ``cost.py`` holds one as COST.
 
     Attributes:
-      memory: (settings, machine, state) to the bytes of one device at the worst moment of a step, by what
-        they hold.
+      memory: (settings, machine, state) to the bytes in use on one device at the peak of a step, by
+        purpose.
       work: (settings, machine, state) to the work of one device.
       collectives: (settings, machine) to the collectives of one device.
     """
@@ -257,10 +259,10 @@ def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
 
 
 def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:
-    """FLOPs of a layer's matmuls in a step, by their dtype; frozen weights have no gradient.
+    """FLOPs of a `Linear`'s matmuls in a step, by their dtype; frozen weights have no gradient.
 
-    A matmul over a share of the tokens is that share of a matmul, and where a stack's matmul is in high
-    precision in some layers, these count as bfloat16.
+    A matmul over a share of the tokens counts with that share, and the layers of a stack in which a matmul
+    stays in high precision count as bfloat16.
 
     Args:
       once: FLOPs of one of the three matmuls, in all layers of the stack.
@@ -309,7 +311,7 @@ class Ledger:
 
         Args:
           kind: "all-gather", "reduce-scatter", ….
-          names: the mesh axes that it goes over, as far as they are larger than 1.
+          names: the mesh axes that it goes over; those of size 1 are ignored.
           size: bytes of the whole array.
           times: how often it runs in a step.
         """
@@ -319,11 +321,13 @@ class Ledger:
             self.collectives.append(Collective(kind, over, n, int(size), times, overlapped=True))
 
     def add_moves(self, times: int, layers: int, size: float) -> None:
-        """Adds what spreads matrices by layers (`parallel.by_layers`), where axes divide their number.
+        """Adds the all-to-alls that distribute stacked matrices by layer (`parallel.by_layers`).
+
+        There is one for each mesh axis among which the number of layers can be divided.
 
         Args:
-          times: how often.
-          layers: their number, in all stages.
+          times: how often each runs in a step.
+          layers: the number of layers, in all stages.
           size: bytes of a device's part of the matrices, in float32.
         """
         taken = self._axes["stage"]

@@ -1,22 +1,22 @@
-"""The fastest settings that fit, by the closed form: every combination of them, without a compiler.
+"""The fastest settings that fit in memory, among all combinations, by the closed form (no compiler needed).
 
 Layout (searched freely): the mesh (every size of data, fsdp, context and tensor whose product is the number
-of devices), remat, the kernel of attention, released gradients, `Family.search_choices`, the number of
-microbatches and of parts of the loss. These change speed and memory, and results up to rounding. Not
-searched: pipeline stages, which on the same devices need no less memory than fsdp, and ``scan_layers``,
-which the closed form does not distinguish.
+of devices), remat, the attention kernel, released gradients, `Family.search_choices`, the number of
+microbatches, and the number of parts in which the loss is computed (`Family.loss_parts`). These change
+speed and memory, and results only by rounding. Not searched: pipeline stages, which on the same devices
+need no less memory than fsdp, and ``scan_layers``, which the closed form does not distinguish.
 
-Numerics (offered, never chosen silently): the parameters' dtype, the moments, GaLore, the recipe of the
-matmuls, no clipping (which released gradients need), and a smaller batch in one pass.
+Numerics (offered, never chosen silently): the parameters' dtype, the moments' format, GaLore, the recipe of
+the matmuls, no clipping (which released gradients need), and a smaller batch without microbatches.
 
 The result is the fastest of all combinations, although most are not evaluated. A *cell* is a layout without
 its numbers of microbatches and of parts. For any cell, closed forms have three properties, which tests
 check:
 
-1. More microbatches never take less time, so that the time with one bounds the cell from below. Cells are
-   visited in the order of this bound, and the search ends when it exceeds the time of what it has found.
-2. From two microbatches on, more of them never need more memory. So one and the most decide whether any
-   number fits, and bisection finds the fewest, which are the fastest.
+1. More microbatches never take less time, so the time with one is a lower bound for the cell. Cells are
+   visited in the order of this bound, and the search ends when it exceeds the time of what has been found.
+2. From two microbatches on, more of them never need more memory. So it is enough to try one and the most to
+   know whether any number fits, and bisection finds the fewest that fit, which are the fastest.
 3. Parts of the loss do not change the time, and from two on more of them never need more memory.
 
 A variant of the numerics whose state alone does not fit on any mesh is evaluated only if nothing fits, to
@@ -46,7 +46,7 @@ from maxlp.run.settings import Machine, Settings
 
 MARGIN = 0.95  # of the memory, because the closed form is not exact
 COUNT = 4  # layouts to return
-FASTER = 1.03  # numerics are offered for speed if they are this much faster than every layout
+FASTER = 1.03  # changes of the numerics are offered for speed if they are this much faster than any layout
 REMATS = ("none", "dots", "block", "offload")
 FREE_AXES = ("data", "fsdp", "context", "tensor")
 NUMERICS = ("pure_bf16", "bfloat16 or 8-bit moments", "GaLore", "clipping", "a smaller batch")
@@ -64,10 +64,10 @@ class Candidate:
       changes: of the config, by key.
       numerics: names of the changes that affect the results; empty for a layout.
       layout: the values of the searched settings, changed or not.
-      peak: bytes of a device at the worst moment.
+      peak: bytes in use on a device at the peak of a step.
       seconds: of a step.
-      busy: seconds of a step if no resource's work were hidden behind another's.
-      rate: units per second.
+      busy: seconds of a step if compute, memory, network and host traffic did not overlap.
+      rate: tokens or images per second.
     """
 
     changes: Changes
@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        """Fastest first; of equally fast ones, the least to hide, the fewest changes, the least memory."""
+        """Fastest first; of equally fast ones, the least busy, the fewest changes, the least memory."""
         return _rounded(1 / self.rate), _rounded(self.busy), len(self.changes), self.peak
 
 
@@ -90,10 +90,10 @@ class Found:
 
     Attributes:
       layouts: the fastest ones that fit, none if none fits.
-      numerics: if a layout fits, changes of the numerics that are faster than it; otherwise for each
-        smallest set of changes with which something fits, the fastest.
-      smallest: if nothing fits at all, what needs the least memory.
-      combinations: how many were covered.
+      numerics: if a layout fits, candidates that are faster thanks to changes of the numerics; otherwise
+        the fastest candidate of each minimal set of changes with which something fits.
+      smallest: if nothing fits at all, the candidate that needs the least memory.
+      combinations: how many combinations the search covered.
     """
 
     layouts: list[Candidate]
@@ -107,9 +107,9 @@ class Variant:
     """A choice of the numerics.
 
     Attributes:
-      names: what it changes, as a person would write it.
+      names: what it changes, in words for the report.
       released: only layouts with released gradients, which the changes make possible.
-      smaller_batch: only batches that are smaller than the config's, in one pass.
+      smaller_batch: only batches that are smaller than the config's, without microbatches.
     """
 
     names: tuple[str, ...] = ()
@@ -123,10 +123,11 @@ class Cell:
     """A layout without the numbers of microbatches and of parts of the loss.
 
     Attributes:
-      settings: with one microbatch, or the largest batch of a variant with a smaller one.
-      splits: into how many parts the config's batch can be split, ascending: microbatches, or 1 / n of it.
+      settings: with the layout's changes; `_split` sets the microbatches or the smaller batch.
+      splits: the numbers n, ascending, by which the config's batch can be divided: into n microbatches or,
+        for a smaller batch, to 1 / n of it.
       parts: key of the setting that splits the loss, and its values: the config's, then all, ascending.
-      bound: no split has fewer seconds per unit.
+      bound: lower bound of the seconds per token or image, for all splits.
     """
 
     settings: Settings
@@ -138,7 +139,7 @@ class Cell:
 
 
 def find(s: Settings, topology: Topology) -> Found:
-    """The fastest settings that fit, and what changes of the numerics can do."""
+    """The fastest settings that fit, and what changes of the numerics would gain."""
     search = _Search(s, topology)
     layouts = search.fastest(Variant(), COUNT)
     if layouts:
@@ -188,7 +189,7 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
 
 
 def smaller_numerics(s: Settings) -> list[Variant]:
-    """Combinations of what needs less memory, fewest changes first."""
+    """Combinations of changes that save memory, fewest changes first."""
     parameters, moments, projected = _state_numerics(s)
     batches = [Variant(), Variant(("smaller batch",), smaller_batch=True)]
     if s.optimizer.clip_norm:  # without clipping, gradients can be released
@@ -210,7 +211,7 @@ def smaller_numerics(s: Settings) -> list[Variant]:
 
 
 def faster_numerics(s: Settings, topology: Topology) -> list[Variant]:
-    """Single changes that may allow a faster layout: of the matmuls, or of what takes memory."""
+    """Single changes that may make a step faster: of the matmuls, or to save memory for a faster layout."""
     chip, recipes = topology.chip, []
     if set(s.matmuls.values()) == {HIGH_PRECISION}:
         recipes = [
@@ -223,7 +224,7 @@ def faster_numerics(s: Settings, topology: Topology) -> list[Variant]:
 
 
 def _state_numerics(s: Settings) -> tuple[list, list, list]:
-    """(name, changes) of what makes the parameters, the moments and the projected moments smaller."""
+    """Lists of (name, changes) that shrink the parameters, shrink the moments, and project the moments."""
     optimizer, parameters, moments, projected = s.optimizer, [], [], []
     can_shrink = s.model.param_dtype == "float32" and s.model.dtype != "float16"
     if s.train.lora is not None:  # adapters are float32 and small
@@ -245,7 +246,7 @@ def _state_numerics(s: Settings) -> tuple[list, list, list]:
 
 
 def galore_rank(s: Settings) -> int:
-    """A quarter of the width, as in GaLore's runs (arXiv:2403.03507), and at most a kernel's short side."""
+    """A quarter of the width, as in GaLore's runs (arXiv:2403.03507); at most the shortest kernel side."""
     kernels = [
         leaf.shape
         for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(s.params))
@@ -259,9 +260,9 @@ def galore_rank(s: Settings) -> int:
 
 
 def meshes(s: Settings, topology: Topology) -> Iterator[Changes]:
-    """Every mesh of the topology with the stages of the config, as values of the section ``mesh``.
+    """Every mesh of the topology with the config's number of stages, as values of the section ``mesh``.
 
-    Replicas that take local steps are as many as in the config, because the result depends on them.
+    With local steps, the number of replicas stays that of the config, because the result depends on it.
     """
     own = s.mesh.get("dcn_data", 1)
     try:
@@ -290,11 +291,11 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Search:
-    """The search of one config on one topology, with what its variants share.
+    """The search for one config on one topology, with caches that its variants share.
 
     Attributes:
-      smallest: of everything that was found not to fit.
-      combinations: how many were covered so far.
+      smallest: the candidate with the least memory among those found not to fit.
+      combinations: how many have been covered so far.
     """
 
     def __init__(self, s: Settings, topology: Topology):
@@ -311,10 +312,10 @@ class _Search:
     def fastest(self, variant: Variant, count: int, above: float = 0.0) -> list[Candidate]:
         """The fastest candidates of a variant that fit, at most one of each cell.
 
-        With a smaller batch, first the largest that fits.
+        For a variant with a smaller batch, those with the largest batch that fits.
 
         Args:
-          count: how many.
+          count: how many at most.
           above: only those with a higher rate than this.
         """
         if self._least_held(variant) > self._limit:
@@ -333,7 +334,7 @@ class _Search:
         return found
 
     def find_smallest(self, variants: list[Variant]) -> None:
-        """Looks for what needs the least memory also among variants whose state alone does not fit."""
+        """Looks for the least memory also among variants whose state alone does not fit."""
         for held, _, variant in sorted((self._least_held(v), i, v) for i, v in enumerate(variants)):
             if math.isinf(held) or (self.smallest is not None and held > self.smallest.peak):
                 break
@@ -342,7 +343,7 @@ class _Search:
                     self._fastest_of(cell, variant)
 
     def _least_held(self, variant: Variant) -> float:
-        """Bytes of the state of a variant on the mesh where they are fewest; infinity if it cannot run."""
+        """The fewest bytes that the state of a variant takes on any mesh; infinity if it cannot run."""
         try:
             s = changed(self._base, variant.changes)
             state = self._state(s)
@@ -391,7 +392,7 @@ class _Search:
         remats = [one for one in REMATS if one != "offload" or self._topology.chip.host]
         combinations = []
         for released in (True,) if variant.released else (False, True):
-            # Released gradients keep the inputs of the blocks, whatever remat says.
+            # With released gradients only the inputs of the blocks are saved, whatever remat says.
             for remat in (present,) if released else dict.fromkeys((present, *remats)):
                 for values in itertools.product(*options.values()):
                     chosen = {"model.remat": remat, "train.release_gradients": released}
@@ -402,7 +403,7 @@ class _Search:
         """The cell of these choices; None if they cannot be combined."""
         released = row["train.release_gradients"]
         splits = _divisors(s.data.batch_size // machine.batch_shards)
-        if s.optimizer.adascale is not None:  # compares the gradients of this number of microbatches
+        if s.optimizer.adascale is not None:  # compares the gradients of the config's microbatches
             splits = [n for n in splits if n == s.train.microbatches]
         if variant.smaller_batch:
             splits = splits[1:]
@@ -494,7 +495,7 @@ class _Search:
         return roofline(self._cost.work(s, machine, self._state(s)), groups, self._topology)
 
     def _state(self, s: Settings) -> StateShapes:
-        """The state as shapes, which depends on neither the layout nor clipping."""
+        """The state as shapes, cached: of the layout it depends only on released gradients."""
         optimizer = dataclasses.replace(s.optimizer, clip_norm=0.0)
         released = s.train.release_gradients  # then the devices do not share the layers of SOAP
         key = s.model.dtype, s.model.param_dtype, repr(optimizer), s.precision, released
@@ -506,7 +507,7 @@ class _Search:
 
 
 def _distinct_kernels(s: Settings, machine: Machine, rows: list[Changes]) -> Iterator[Changes]:
-    """The choices without those that name a kernel in two ways; the first one stays."""
+    """The choices without duplicates: of two names that stand for the same attention kernel, the first."""
     kernels: dict[str, str] = {}
     for name in dict.fromkeys(row["model.attention"] for row in rows):
         if name == "ring" and s.model.attention != "ring" and machine.axes["context"] == 1:
@@ -528,7 +529,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _held(state: StateShapes, machine: Machine) -> float | None:
-    """Bytes of the state on a device; None if the mesh does not divide a parameter."""
+    """Bytes of parameters and optimizer state on a device; None if the mesh does not divide a parameter."""
     mesh = abstract_mesh(machine.axes)
     try:
         return state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state")

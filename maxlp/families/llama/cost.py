@@ -29,10 +29,10 @@ from maxlp.planning.cost_model import (
     gathered_itemsize,
     held_state,
     matmul_flops,
-    of_matrices,
     saves_attention,
     scatter_of_gradients,
     unsampled,
+    workspace_of_matmuls,
 )
 from maxlp.planning.hlo import Collective
 from maxlp.run.settings import Machine, Settings
@@ -375,7 +375,7 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     * where rounding keeps its errors, the largest array in float32 and the update of the embedding;
     * else with GaLore the largest array in float32; with low-bit moments two such arrays, or one if they
       are companded, or two to ten tenths of one where parameters are rounded stochastically;
-    * else what `of_matrices` says.
+    * else what `workspace_of_matmuls` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
     low-bit moments, updates of all of it in float32, one of which takes the place of the head's gradient.
@@ -403,7 +403,7 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     if rounding not in (None, "stochastic"):
         return grads + largest + 4 * s.end
     if not (low_bit or optimizer.galore):
-        return grads + of_matrices(optimizer.kind.matmuls, largest)
+        return grads + workspace_of_matmuls(optimizer.kind.matmuls, largest)
     if optimizer.galore:
         return grads + largest
     return grads + (0.7 if rounding else 1 if low_bit.mu == "companded8" else 2) * largest
