@@ -10,8 +10,8 @@ Any value of the config can be changed on the command line:
 
 --dry_run opens the data, checks the config and prints what would run: the
 resolved values, and below them parameters, FLOPs, bytes per device and data.
-SIGTERM saves a checkpoint and exits with code 75, Ctrl-C with code 130; the
-same command then resumes the run.
+SIGTERM and Ctrl-C save a checkpoint; the exit code is then 75 or 130. The same
+command resumes the run.
 """
 
 import concurrent.futures
@@ -183,7 +183,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
 
 def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
-    """Prints and returns what differs from the last start; in a resumed run, some keys may not."""
+    """Prints and returns what differs from the last start; raises for a change that must not happen."""
     if flags.FLAGS.dry_run:
         print_primary(c)  # before the summary, which then remains in sight in a terminal
     if jax.process_count() > 1:
@@ -235,10 +235,10 @@ def seems_finished(s: Settings, workdir: Path) -> bool:
 def compile_in_background(
     train_step: jax.stages.Wrapped, abstract: State, batch: Any, mesh: Mesh, stack: contextlib.ExitStack
 ) -> concurrent.futures.Future[jax.stages.Compiled]:
-    """Starts compiling the step in a thread; a program that fails elsewhere does not wait for it.
+    """Starts compiling the step in a thread; if the program fails elsewhere, it does not wait for that.
 
-    On a GPU it is compiled when this returns: XLA measures kernels there, which takes memory, and whatever
-    the device does meanwhile would decide which of them it chooses.
+    On a GPU this returns only when the step is compiled: XLA's autotuning runs kernels there. That takes
+    memory, and other work on the device would distort the measured times.
     """
     if jax.config.jax_compilation_cache_dir is None:  # unless the user has set it
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
@@ -316,15 +316,15 @@ def is_due(step: int, every: int) -> bool:
 def validate(
     evaluate: Evaluate, state: State, validation: Any, mesh: Mesh, limit: int, name: str = "eval"
 ) -> dict[str, float]:
-    """Metrics of the first ``limit`` batches of validation data, as in ``eval/loss``; 0 takes all."""
-    params = eval_params(state["opt_state"], state["params"])  # of schedule_free_adamw, an average
+    """Metrics on the first ``limit`` validation batches (0: all), under names such as ``eval/loss``."""
+    params = eval_params(state["opt_state"], state["params"])  # schedule_free_adamw: an average
     model = {"params": params, "model_state": state["model_state"]}
     metrics = evaluate(model, lambda: one_pass(validation, mesh, limit or None))
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
 def save(checkpoints: Checkpointer, step: int, state: State, data_state: dict, recorder: Recorder) -> None:
-    recorder.flush()  # of a step after which the data ended
+    recorder.flush()  # the metrics of a last step after which the data ended
     checkpoints.save(step, state, merge_states(distributed.gather_json(data_state)), recorder.meta())
 
 

@@ -1919,7 +1919,7 @@ DATA = [
         ("place + number * config.batch_size", "place + number"),
         ("+ number // cycle) %", ") %"),
         (
-            "return images.eval_crop(image, size, self._how)",
+            "return images.eval_crop(image, size, self._preprocessing)",
             "return images.random_crop(image, size, np.random.default_rng(0))",
         ),
         ("[self._step * per_step :]", "[self._step :]"),
@@ -2300,7 +2300,7 @@ RUN = [
     *_in(
         "run/cli.py",
         "run/test_cli.py::test_exit_codes_distinguish_mistakes_from_failures",
-        ("EXIT_FAILED if _may_pass(error) else 2", "2"),
+        ("EXIT_FAILED if _is_transient(error) else 2", "2"),
         ("return checkpoint is not None and isinstance(error, checkpoint.NotWrittenError)", "return False"),
         (
             '_fail("interrupted", EXIT_INTERRUPTED)',
@@ -2439,7 +2439,7 @@ RUNTIME = [
             "::test_saving_a_step_twice_does_nothing_and_never_overwrites",
         ),
         (
-            "state=jax.tree.map(_moved, restored.state)",
+            "state=jax.tree.map(_donatable, restored.state)",
             "state=restored.state",
             "::test_a_restored_state_is_replaced_in_its_own_memory",
         ),
@@ -2964,9 +2964,9 @@ COMMANDS = [
         "data/chat.py",
         "data/test_chat.py",
         ("(end_T > begin) & (begin_T < end)", "(begin_T >= begin) & (begin_T < end)"),
-        ("(begin_T < end_T[(*ends, *behind)[0]])", "(begin_T < begin_T[(*ends, *behind)[0]])"),
-        ("(*ends, *behind)[0]", "behind[0]"),
-        (" & (begin_T[behind] < following)", ""),
+        ("(begin_T < end_T[(*ends, *after)[0]])", "(begin_T < begin_T[(*ends, *after)[0]])"),
+        ("(*ends, *after)[0]", "after[0]"),
+        (" & (begin_T[after] < following)", ""),
         (" and not self._special.fullmatch(text, b, e)", ""),
         ("marked_text != text or len(found) < num_answers", "len(found) < num_answers"),
         ("marked_text != text or len(found) < num_answers", "marked_text != text"),

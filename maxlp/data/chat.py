@@ -2,19 +2,19 @@
 
 A conversation is a list of messages, `{"role": …, "content": …}`. Its text is made by the chat template of
 the tokenizer, a Jinja program that runs as in `transformers`: in a sandbox, with the same settings. The
-template is the file `chat_template.jinja` beside the tokenizer, or `chat_template` of its
+template is the file `chat_template.jinja` beside the tokenizer, or `chat_template` in its
 `tokenizer_config.json`.
 
-A model learns its answers: all that it has to write itself between the prompt and the end of its turn. An
-answer begins after the generation prompt, or with the content of the assistant's message if the template
-has no such prompt there, and ends with the special token that ends the turn: the one that ends plain
-answers or, where that does not come before the next message, the first one after the content. (Others may
-begin calls of tools.) A template that marks answers itself, with `{% generation %}`, is obeyed. A token
-with at least one character of an answer belongs to it, so that a token across the beginning of an answer
-is learned.
+The loss covers the answers only: everything that the model has to write itself, from the end of the prompt
+to the end of its turn. An answer begins after the generation prompt, or with the content of the assistant's
+message if the template has no such prompt there, and ends with the special token that ends the turn: the
+one that ends plain answers or, if that does not come before the next message, the first special token after
+the content. (Other special tokens may begin a tool call.) If the template marks the answers itself, with
+`{% generation %}`, its marks decide. A token that spans the beginning of an answer belongs to it.
 
-To find the contents in the text, they are rendered once more between marks. Calls of tools without
-content, where marks would change the text, are what follows the messages before them.
+To find the contents in the text, the messages are rendered a second time with marks around each content.
+A tool call without content, in which marks would change the text, is found as what follows the messages
+before it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def open_conversations(
 class Conversations:
     """Conversations as documents of a run, in place of the records of their source.
 
-    A document is {"conversation": tokens, "counts": names of what to count it as}. Its tokens are as many
-    as a window of `seq_len` holds with its targets, and none if there is no answer among them.
+    A document is {"conversation": tokens, "counts": names of the counters that it adds to}. Its tokens are
+    the first `seq_len` + 1, as a window holds `seq_len` tokens and their targets; none if there is no
+    answer among them.
     """
 
     def __init__(self, source: Source, chat: Chat | None, seq_len: int):
@@ -182,7 +183,7 @@ class Chat:
         self._library = tokenizers.Tokenizer.from_str(tokenizer.files["tokenizer.json"].decode())
         self._library.no_truncation()
         self._library.no_padding()
-        # A byte-level one would leave white space out of the offsets.
+        # A byte-level post-processor would leave white space out of the offsets.
         self._library.post_processor = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])
         self._template, self._variables = _read_template(tokenizer)
         self._special_ids = sorted(tokenizer.specials.values())
@@ -190,26 +191,27 @@ class Chat:
             "|".join(map(re.escape, sorted(tokenizer.specials, key=len)[::-1])) or "(?!)"
         )
         self._marks_itself = ANSWER[0] in self._render(PROBE)
-        before, behind = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
-        self._generation_prompt = behind[len(before) :] if behind.startswith(before) else ""
+        without, with_prompt = (self._render(PROBE[:1], prompt=prompt) for prompt in (False, True))
+        found = with_prompt.startswith(without)
+        self._generation_prompt = with_prompt[len(without) :] if found else ""
         self.end_id = -1  # not known yet
         tokens = self.encode(PROBE)
         ends = tokens[np.isin(tokens, self._special_ids)]
         if not len(ends):
             raise ValueError(
-                "the chat template has no special token behind an answer, so that the model could not end"
-                " its turn; name another one with ?chat_template=FILE"
+                "the chat template has no special token after an answer, so that the model could not end"
+                " its turn; name another template with ?chat_template=FILE"
             )
         self.end_id = int(ends[-1])
         self._end = next(name for name, i in tokenizer.specials.items() if i == self.end_id)
         self.fingerprint = fingerprint.of_json(self._template, self._variables)
 
     def prompt(self, messages: Messages) -> list[int]:
-        """The tokens to which a model adds its answer."""
+        """The token ids of messages and generation prompt, after which a model writes its answer."""
         return self._encode(self._render_parts(messages, prompt=True))[0].tolist()
 
     def encode(self, messages: Messages) -> np.ndarray:
-        """The tokens of a conversation, int32 [T]; those that are not learned as their complement `~id`.
+        """The tokens of a conversation, int32 [T]; a token outside the answers is its complement `~id`.
 
         Raises:
           ValueError: the template raises, or changes answers so that they are not found in its text.
@@ -220,25 +222,26 @@ class Chat:
         is_learned_T = np.zeros(len(ids), bool)
         for begin, end in parts.answers:
             answer_T = (end_T > begin) & (begin_T < end)
-            behind = np.flatnonzero(is_special_T & (begin_T >= end))
-            # A block may begin with the special tokens of a header, which end no turn.
+            after = np.flatnonzero(is_special_T & (begin_T >= end))
+            # A {% generation %} block may begin with the special tokens of a header, which end no turn.
             last = np.searchsorted(begin_T, begin + len(parts.text[begin:end].rstrip())) - 1
             has_end = self._marks_itself and begin_T[last] >= begin and is_special_T[last]
-            if len(behind) and not has_end:
-                following = self._next(parts.text, parts.contents, end)
-                ends = behind[(ids[behind] == self.end_id) & (begin_T[behind] < following)]
-                answer_T = (end_T > begin) & (begin_T < end_T[(*ends, *behind)[0]])
+            if len(after) and not has_end:
+                following = self._next_content(parts.text, parts.contents, end)
+                ends = after[(ids[after] == self.end_id) & (begin_T[after] < following)]
+                answer_T = (end_T > begin) & (begin_T < end_T[(*ends, *after)[0]])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
 
-    def _next(self, text: str, contents: Spans, end: int) -> int:
-        """Where the content of the message after an answer begins; what calls contain is no message."""
+    def _next_content(self, text: str, contents: Spans, end: int) -> int:
+        """Where the content of the next message after `end` begins, or else the end of the text."""
+        # Special tokens that tool calls spell are marked like contents, and are no messages.
         later = (b for b, e in contents if b > end and not self._special.fullmatch(text, b, e))
         return min(later, default=len(text))
 
     def _encode(self, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, and the offsets of the first and behind the last character of each, int32 [T]."""
-        # What spells a special token within a message is text.
+        """Token ids, and where in the text each begins and ends (exclusive): all int32 [T]."""
+        # Within a message, the spelling of a special token is plain text.
         sections, last = [], 0
         for begin, end in parts.contents:
             for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
@@ -266,7 +269,7 @@ class Chat:
             return _Parts(text, own_answers, contents if marked_text == text else [])
         num_answers, answers = sum(message["role"] == "assistant" for message in messages), found
         if marked_text != text or len(found) < num_answers:
-            # Templates may ask whether there is content beside calls of tools, or leave it out.
+            # Templates may test whether there is content beside tool calls, or leave it out.
             marked_text, found, contents = self._render_marked(messages, prompt, also_empty=False)
             answers = self._with_calls(messages, marked_text, found, contents)
         answers = [
@@ -289,14 +292,14 @@ class Chat:
         return text, _find_spans(marked, ANSWER)[1], contents
 
     def _with_calls(self, messages: Messages, text: str, found: Spans, contents: Spans) -> Spans:
-        """The answers that are found, and those without content up to the end of their turns."""
+        """The spans of the answers: those found by marks, and tool calls up to the end of their turns."""
         others, answers = iter(found), []
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and (message["content"] or "").strip():
                 answers += [*itertools.islice(others, 1)]
             elif message["role"] == "assistant":
                 before = self._render(messages[:number], prompt=True)
-                end = text.find(self._end, len(before), self._next(text, contents, len(before)))
+                end = text.find(self._end, len(before), self._next_content(text, contents, len(before)))
                 answers += [(len(before), end)] if text.startswith(before) and end >= 0 else []
         return answers
 
@@ -320,17 +323,17 @@ class Chat:
         is_answer = message["role"] == "assistant" and not self._marks_itself
         content = message["content"] or ""
         core = content.strip()
-        before, _, behind = content.partition(core) if core else (content, "", "")
+        before, _, after = content.partition(core) if core else (content, "", "")
         first, last = ANSWER if is_answer else CONTENT
         # Templates may drop the reasoning of earlier turns, and the mark at its beginning with it.
         core = re.sub(r"(</think>\s*)", rf"\1{first}", core)
         others = {key: self._with_marks(value) for key, value in message.items() if key != "role"}
         if not core and not (is_answer and also_empty):
             return message | others
-        return message | others | {"content": f"{before}{first}{core}{last}{behind}"}
+        return message | others | {"content": f"{before}{first}{core}{last}{after}"}
 
     def _with_marks(self, value: Any) -> Any:
-        """Another field, such as calls of tools, with marks around what spells a special token."""
+        """Another field, such as tool calls, with marks around what spells a special token."""
         if isinstance(value, str):
             return self._special.sub(rf"{CONTENT[0]}\g<0>{CONTENT[1]}", value)
         if isinstance(value, dict):
@@ -353,7 +356,7 @@ class Chat:
 
 
 def make_chat(tokenizer: Tokenizer, spec: str) -> Chat:
-    """The chat of a tokenizer that `spec` names.
+    """The `Chat` of a tokenizer; `spec` names the tokenizer in errors.
 
     Raises:
       ValueError: as `Chat`.
@@ -408,7 +411,7 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
             ", or add ?chat_template=FILE, or ?chat_template=plain for a simple one, to data.tokenizer"
         )
     own = {key: names[i] for key, i in ids.items() if i in names and key not in config}
-    return template, own | special_names(config)  # a token that is null there has no name
+    return template, own | special_names(config)  # a token that is null in the config has no name
 
 
 @functools.lru_cache(maxsize=8)

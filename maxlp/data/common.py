@@ -14,14 +14,22 @@ Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
 Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
-CACHED = 2**16  # at sizes up to here Grain's shuffle, which needs no memory, takes up to 25 ms
+# Permutations of up to this size are kept in memory. Grain's shuffle needs none, but for small sizes it may
+# take 25 ms for a single number.
+CACHED = 2**16
 ROUNDS = 16  # of Grain's shuffle; after 4, its default, neighbours stay near each other at many sizes
+NAMES = {  # in messages, of settings that are not keys of the section data
+    "seed": "train.seed",
+    "tokenizer": "fingerprint of data.tokenizer",
+    "chat_template": "fingerprint of the chat template of data.tokenizer",
+    **{key: f"{key} of data.source" for key in ("documents", "examples", "weights")},
+}
 SHUFFLE_ROUNDS = "shuffle_rounds"  # in the settings of a state
 FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
 def check_process(batch_size: int, seed: int, process_index: int, process_count: int) -> None:
-    """Checks the arguments of a run that both pipelines take; raises a `ValueError`."""
+    """Raises a `ValueError` for an invalid argument among those that both pipelines take."""
     if not 0 <= process_index < process_count:
         raise ValueError(
             f"process_index={process_index} must be in 0 … process_count-1={process_count - 1}"
@@ -48,7 +56,7 @@ def shuffled(index: int, size: int, seeds: Seeds) -> int:
 
 
 def shuffle_settings(sizes: Iterable[int]) -> dict[str, int]:
-    """What a state has to say about `shuffled` orders of these sizes."""
+    """What a state records about `shuffled` orders of these sizes."""
     return {SHUFFLE_ROUNDS: ROUNDS} if max(sizes) > CACHED else {}
 
 
@@ -98,5 +106,4 @@ def _described(key: str, old: Any, new: Any) -> str:
         return (
             f"the files of data.source have changed since the run was saved: fingerprint {old}, now {new}"
         )
-    what = f"{key} of data.source:" if key in ("documents", "examples") else f"data.{key}:"
-    return f"{what} {old} when the run was saved, now {new}"
+    return f"{NAMES.get(key, f'data.{key}')}: {old} when the run was saved, now {new}"

@@ -38,9 +38,9 @@ from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
 CHUNK_ROWS = 32  # rows that one thread makes at a time
-LABELS_READ = 1024  # validation images among which one must have a label
-EXAMPLES_READ = 64  # among which one must be usable
-ROWS_PER_WORKER = 256  # a process starts in the time in which another one makes about so many
+LABELS_READ = 1024  # the first validation images, one of which must have a label
+EXAMPLES_READ = 64  # the first examples, one of which must be usable
+ROWS_PER_WORKER = 256  # a running process makes about this many in the time that another takes to start
 ORDER, AUGMENT = 0, 1  # part of the seeds, so that the two uses of random numbers are independent
 
 
@@ -79,7 +79,7 @@ class ImageTextDataConfig:
       max_pixels: larger images count as broken.
       max_broken: number of different broken examples that each process skips before it stops.
       num_epochs: None repeats forever.
-      num_threads: threads that read and decode, in each worker.
+      num_threads: threads that read and decode, in each worker process or in this one.
       num_workers: processes that read and decode; 0 uses threads of this process, as do short passes over
         validation data.
     """
@@ -173,7 +173,7 @@ def make_data(
 
 
 def _check_labels(source: Source, path: str, classes: Sequence[str]) -> None:
-    """Raises a ValueError for images of which zero-shot classification, hours later, could count none."""
+    """Raises a ValueError if zero-shot classification, hours later, would find no labelled image."""
     num_classes = len(classes)
     if twice := [name for name, count in collections.Counter(classes).items() if count > 1]:
         message = (
@@ -192,7 +192,7 @@ def _check_labels(source: Source, path: str, classes: Sequence[str]) -> None:
 
 
 def _check_usable(examples: Examples, spec: str) -> None:
-    """Raises a ValueError for a source of which training, once it is compiled, could use nothing."""
+    """Raises a ValueError now, not after compilation, for a source without usable examples."""
     errors: list[BrokenExample] = []
     for index in range(min(len(examples), EXAMPLES_READ)):
         try:
@@ -240,7 +240,7 @@ def encode_texts(
 ) -> tuple[np.ndarray, int]:
     """Encodes N texts as rows of bos, text, eos and padding; texts that are too long are cut.
 
-    A tokenizer without a bos of its own has none here: a text tower would take it for the end of the text.
+    If the bos of the tokenizer is its eos, rows have no bos: a text tower would take it for the end.
 
     Returns:
       Tokens, int32 [N, text_len], and the number of texts that are cut.
@@ -543,7 +543,7 @@ class EncodedExamples:
     """The examples of a source, decoded and cropped to the size of `config`."""
 
     def __init__(self, source: Source, config: ImageTextDataConfig, preprocessing: images.Preprocessing):
-        self._source, self._config, self._how = source, config, preprocessing
+        self._source, self._config, self._preprocessing = source, config, preprocessing
         self.classes = source.classes
         if config.classes:
             self.classes = _lines("classes", config.classes, "class name")
@@ -576,8 +576,8 @@ class EncodedExamples:
         else:
             image = images.open_image(data, config.max_pixels)
         if rng is None:
-            return images.eval_crop(image, size, self._how)
-        return images.random_crop(image, size, rng, config.crop_scale, how=self._how)
+            return images.eval_crop(image, size, self._preprocessing)
+        return images.random_crop(image, size, rng, config.crop_scale, how=self._preprocessing)
 
     def caption(self, record: dict[str, Any], rng: np.random.Generator | None) -> str:
         """The caption of a record, or a template with its class: a random one if there is an `rng`.
@@ -602,7 +602,7 @@ class EncodedExamples:
 def _lines(key: str, path: str, what: str) -> list[str]:
     """The lines of a text file that are not empty."""
     try:
-        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:  # without a mark
+        with open(os.path.expanduser(path), encoding="utf-8-sig") as file:  # drops a byte order mark
             names = [line.strip() for line in file if line.strip()]
     except (OSError, ValueError) as error:  # not text, or not a path
         raise ValueError(

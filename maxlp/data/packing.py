@@ -1,9 +1,10 @@
 """Packing: documents of different lengths into windows of one length.
 
 In a window, documents are numbered by `segment_ids` from 1, and `positions` count from 0 in each.
-Padding has segment 0. `loss_mask` is true where the target is the next token of the same document, and
-not one that is only read: those come as their complements `~id`. Some attention kernels bound the number
-of documents in a window; a window with that many is closed, and the rest of it is padding.
+Padding has segment 0. `loss_mask` is true where the target is the next token of the same document, unless
+that token is only read, as in the prompt of a conversation: such tokens come as their complements `~id`.
+Some attention kernels bound the number of documents in a window (`max_documents`); a window with that many
+is closed, and the rest of it is padding.
 
 Letters: W windows, S sequence length.
 """
@@ -43,7 +44,7 @@ def pack_concat(
     # block.
     tokens, owner = np.full(size + 1, pad_id, np.int32), np.full(size + 1, -1, np.int32)
     end, index, offset = 0, 0, documents.offset
-    held = 0  # documents in the window of the last token
+    held = 0  # documents so far in the window that is being filled
     while (document := documents.peek(index)) is not None:
         begin = end + (-end % seq_len if held == max_documents else 0)
         end = min(begin + len(document) - offset, size + 1)
@@ -77,7 +78,7 @@ def pack_first_fit(
     tokens_WS, targets_WS = np.full((2, num_windows, seq_len), pad_id, np.int32)
     owner_WS = np.full((num_windows, seq_len), -1, np.int32)
     free_W, held_W = [seq_len] * num_windows, [0] * num_windows
-    # Room only shrinks, so the search for a size goes on where the last one of that size ended.
+    # Room only shrinks, so the search for a size continues where the last one of that size ended.
     first: dict[int, int] = {}
     index, offset = 0, documents.offset
     while (document := documents.peek(index)) is not None:
@@ -112,12 +113,12 @@ PACKERS: dict[str, Callable[[Documents, int, int, int, int | None], Batch]] = {
 
 
 def _ids(tokens: np.ndarray) -> np.ndarray:
-    """Token ids, of which some may be given as their complement `~id`, which is negative."""
+    """The ids of tokens, some of which may be given as their complement `~id`, which is negative."""
     return np.maximum(tokens, ~tokens)
 
 
 def _segments(owner_WS: np.ndarray) -> Batch:
-    """Segment ids and positions, from the number of each token's document; -1 is padding."""
+    """Segment ids and positions, int32 [W, S], from the index of each token's document; -1 is padding."""
     starts_WS = np.zeros(owner_WS.shape, bool)
     starts_WS[:, 1:] = owner_WS[:, 1:] != owner_WS[:, :-1]
     column_S = np.arange(owner_WS.shape[1], dtype=np.int32)

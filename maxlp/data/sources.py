@@ -26,13 +26,14 @@ are decompressed into the local cache (`data.local_cache`).
 
 Options follow a `?` and are joined by `&`; they are the keyword-only parameters of the function that
 opens the kind (see `KINDS`), a bool as `true` or `false`. Several text sources joined by `;`, each with
-a `weight`, form a mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
+a `weight` (default 1), form a mixture: `stdlib?weight=1;jsonl:/data/c4/*.jsonl?weight=3`.
 
 `split` is `train`, `validation` or `all`; an option `?split=` overrides the split that the caller
-requests. Files (stdlib, text) are assigned to a split by a hash of their relative path, and of
-records every 1/`validation`-th is a validation record, so a split does not change when the data moves
-to another folder. TFDS datasets have splits of their own, and `?split=` takes any TFDS expression, as
-in `?split=train[:99%]`.
+requests. The option `validation` is the fraction that is held out for validation (0.02 by default, of
+digits 0.2): files (stdlib, text) are chosen by a hash of their relative paths, and of records every
+1/`validation`-th is taken, so a split does not change when the data moves to another folder. `glyphs` has
+options of its own (`data.glyphs`). TFDS datasets have splits of their own, and `?split=` takes any TFDS
+expression, as in `?split=train[:99%]`.
 
 JSONL and Parquet are read in place. Random access over many gigabytes of them is slow (Parquet
 decodes a whole row group for one document): convert such a corpus to ArrayRecord once, with
@@ -51,7 +52,7 @@ from maxlp.data.readers import BrokenExample, check_utf8
 from maxlp.data.specs import one_line, split_options
 
 VALIDATION = 0.02
-TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options: what reads them, and what they are
+TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options -> their parser, their description
     str: (str, "text"),
     int: (int, "an integer"),
     float: (float, "a number"),
@@ -73,7 +74,7 @@ class Kind(NamedTuple):
       contents: what its records can be: "text", "image_text".
       takes_path: whether a path follows the name of the kind.
       own_splits: whether the data has splits of its own, so that `?split=` is passed on as it is.
-      drawn: whether `maxlp.data.image_text` draws each example instead of reading a record.
+      drawn: whether `maxlp.data.image_text` draws the examples, so that there are no records to read.
     """
 
     opener: str
@@ -321,9 +322,7 @@ def parse_spec(text: str, split: str, content: str) -> Spec:
     if name not in kinds:
         if name in KINDS:
             needed = {"text": "text", "image_text": "images with texts"}[content]
-            raise ValueError(
-                f"source {text!r} has no {needed}; kinds that have: {', '.join(sorted(kinds))}"
-            )
+            raise ValueError(f"source {text!r} has no {needed}; kinds that do: {', '.join(sorted(kinds))}")
         likely = name if colon else name.rpartition(".")[2]  # a path alone may end in its kind
         unknown = schema.unknown_key(likely, kinds, "kinds")
         raise ValueError(f"source {text!r}: kind {name!r} {unknown}; write KIND:PATH")

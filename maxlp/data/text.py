@@ -3,24 +3,25 @@
 A global batch [B, S] is built as follows:
 
 * The B rows are fed by V *streams*, where V divides B: stream v feeds the rows v·B/V … (v+1)·B/V - 1,
-  and reads the documents v, v+V, v+2V, … of each shuffled epoch. V depends only on B and the number
-  of documents: it is B for a large corpus, so that processes share the work of tokenizing, and 1 for
-  a small one, so that every document is packed once before any is packed again.
+  and reads the documents v, v+V, v+2V, … of each shuffled epoch. V is B for a large corpus, so that
+  processes share the work of tokenizing, and 1 for a small one, so that every document is packed once
+  before any is packed again. Data that ends (`num_epochs`) has one stream.
 * Each stream is cut into *blocks*. A block packs the stream's next documents into just enough windows
   for a fixed number of steps, and shuffles the windows, so that a batch is not one long document. The
-  blocks of all streams together hold about `shuffle_tokens` tokens, of a smaller corpus several epochs.
+  blocks of all streams together hold about `shuffle_tokens` tokens, and at least one global batch; if the
+  corpus is smaller, that is several epochs.
 * A block is a pure function of (seed, stream, number of the block, document and offset where it
   begins).
 
 The state is therefore the step and, for each stream and source, the cursor (document, offset) at
 which the current block begins. It is small, it describes exactly what the consumer has seen, and it
 does not mention processes or workers, so any number of either can restore it. The cost is that
-restoring packs the current block again, at most `shuffle_tokens` tokens in total.
+restoring packs the current block of each stream again.
 
 A process builds only the streams that feed its rows. Grain builds blocks ahead of need, in a thread
 or in worker processes, each of which owns whole streams.
 
-Letters: B batch, S sequence length, W windows of a block, R rows of a stream on this process.
+Letters: B batch, S sequence length, V streams, W windows of a block, R rows of a stream on this process.
 """
 
 from __future__ import annotations
@@ -81,14 +82,14 @@ class TextDataConfig:
         block; a document longer than S is split into pieces of S. Only padding is masked: 1 to 5 % of
         positions for documents of web-like lengths, more if few documents are shorter than S/2.
         Conversations need "first_fit": one longer than S is truncated, and skipped if no answer remains;
-        the metrics `data/conversations_cut` and `data/conversations_skipped` are their fractions. Only
-        answers are targets.
+        the metrics `data/conversations_cut` and `data/conversations_skipped` are the fractions of both.
+        Only answers are targets.
       max_documents: the most documents in a window, which `nn.attention.cudnn` needs to know; None for any
         number. A window that holds this many is closed, and the rest of it is padding.
       shuffle: whether each epoch reads the documents in another order, and the windows of a block are
         mixed; False keeps the order of the source, in which later epochs may begin elsewhere.
-      shuffle_tokens: about how many tokens are mixed, over the whole global batch. More tokens mix
-        better, but take longer to read before the first step.
+      shuffle_tokens: about how many tokens are mixed, over all rows of the global batch, and at least one
+        global batch. More tokens mix better, but take longer to read before the first step.
       num_epochs: None repeats forever. A number ends the data after that many passes, with a
         padded batch, and uses a single stream, so that each process tokenizes the whole corpus.
       num_workers: processes that tokenize and pack; 0 uses a thread. Each owns whole streams, so no
@@ -170,7 +171,7 @@ def make_data(
 
 
 def _is_conversation(document: dict[str, Any]) -> bool:
-    """Whether a record is messages, or the tokens of such, which are signed."""
+    """Whether a record is a conversation: messages, or tokens of a signed dtype (see `data.chat`)."""
     tokens = document.get("tokens")
     return "messages" in document or (tokens is not None and tokens.dtype.kind == "i")
 
@@ -326,9 +327,10 @@ class TextIterator:
         """Moves to the position at which `state` was taken, by this process or merged from several.
 
         Args:
-          allow_change: whether the state may be of other data. The same documents in the same order go on
-            at their current block, divided anew for another number of streams, and mixed anew if the
-            settings or the end of the last epoch give it other windows; others begin anew.
+          allow_change: whether the state may come from other data or settings. If documents and order are
+            the same, reading continues at the current block. It is divided again for another number of
+            streams, and shuffled differently if its windows have changed. Otherwise reading starts at the
+            first document.
 
         Raises:
           ValueError: the state has other data settings, or lacks streams of this process.
@@ -346,9 +348,9 @@ class TextIterator:
             logging.warning("the documents or their order have changed: reading starts at the first one")
             streams = {str(stream): [(0, 0)] * len(self._dataset.documents) for stream in own}
         elif not same:
-            streams = self._divide_anew(list(streams.values()))
+            streams = self._redistribute(list(streams.values()))
         if changed.intersection(SETTINGS) and not changed & ORDER:
-            logging.warning("the last data.shuffle_tokens are mixed anew: some may come twice, some never")
+            logging.warning("the last data.shuffle_tokens are mixed again: some may come twice, some never")
         self.close()
         self._step = state["step"]
         same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
@@ -357,8 +359,8 @@ class TextIterator:
             for stream, _ in self._rows
         }
 
-    def _divide_anew(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
-        """Cursors of the current streams after about as many documents as the saved ones had read."""
+    def _redistribute(self, cursors: list[list[Cursor]]) -> dict[str, list[Cursor]]:
+        """Cursors of the current streams, at about as many documents as the saved streams had read."""
         read = [sum(document for document, _ in of_source) for of_source in zip(*cursors, strict=True)]
         n = self._plan.num_streams  # stream s reads documents s, s + n, s + 2n, …
         return {str(s): [(max(0, -(-(count - s) // n)), 0) for count in read] for s, _ in self._rows}
@@ -517,7 +519,7 @@ class _Stream:
 
 
 class _DocumentQueue:
-    """The documents of one source and stream from a cursor on (`packing.Documents`), read ahead."""
+    """The documents of one source and stream from a cursor on (`packing.Documents`), with read-ahead."""
 
     def __init__(self, documents: _Documents, own: range, cursor: Cursor, pool: ThreadPoolExecutor):
         self._documents, self._own, self._pool = documents, own, pool
@@ -543,8 +545,9 @@ class _DocumentQueue:
                 self._ahead.append(document)
                 self.conversations.update(counts)
                 self._empty = 0 if len(document) else self._empty + 1
-            # In two epochs a stream that is alone meets every document, whatever their orders. One of
-            # several may miss the few with text of a small source until another order has them.
+            # A single stream meets every document within two epochs, in whatever order. One of several
+            # streams may miss the few documents with text of a small source until an epoch's order brings
+            # one of them.
             if self._empty > 2 * self._documents.per_epoch and not self._documents.have_text_later:
                 what = "an answer within data.seq_len" if self.conversations else "text"
                 raise ValueError(
@@ -561,7 +564,7 @@ class _DocumentQueue:
 class _Documents:
     """All epochs of a source's documents in reading order.
 
-    Each is an int32 array of tokens, and what to count of it if it is a conversation.
+    Each is an int32 array [T] of tokens, and for a conversation the names of the counters that it adds to.
     """
 
     def __init__(
@@ -578,7 +581,7 @@ class _Documents:
 
     @functools.cached_property
     def have_text_later(self) -> bool:
-        """Whether each stream meets a document with text at some time: one has some, and orders change."""
+        """Whether each stream meets a document with text sometime: there is one, and the order changes."""
         return self._shuffle and any(len(self[i][0]) for i in range(self.per_epoch))
 
     def __len__(self) -> int:
@@ -589,13 +592,14 @@ class _Documents:
         if self._shuffle:
             place = common.shuffled(place, self.per_epoch, (*self._seeds, epoch))
         else:
-            # A stream that has read all documents it comes to, one of `gcd`, goes on at their neighbours.
+            # A stream comes to every `gcd`-th document only. Once it has read these, it continues with
+            # their neighbours, so that it reads all documents in the end.
             sizes = self.per_epoch, self._num_streams
             place = (place + index // math.lcm(*sizes) % math.gcd(*sizes)) % self.per_epoch
         document = self._source[place]
         if "conversation" in document:  # with the special tokens of its template
             return document["conversation"], document["counts"]
         tokens = document["tokens"] if "tokens" in document else self._encode(document["text"])
-        if not len(tokens):  # `maxlp.prepare` leaves it out
+        if not len(tokens):  # left out, as by `maxlp.prepare`
             return np.empty(0, np.int32), ()
         return np.concatenate([self._bos, tokens, self._eos], dtype=np.int32, casting="unsafe"), ()

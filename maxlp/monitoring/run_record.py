@@ -98,7 +98,8 @@ class Run:
         if prefix == "eval" and batches is None and not self._evaluated_all:
             return "validation data"  # config.json is missing or damaged: how much is unknown
         if prefix == "eval" and batches and not self._evaluated_all:
-            return f"the first {counted(batches, 'validation batch', 'validation batches')}"
+            several = f"the first {batches} validation batches"
+            return several if batches > 1 else "the first validation batch"
         return "all validation data"
 
     @property

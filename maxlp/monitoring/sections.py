@@ -116,7 +116,8 @@ def loss_lines(run: Run) -> Lines:
         if count := run.units_per_step:
             lines.append((f"{run.unit} seen", f"{run.units_seen:,} ({count:,} per step)"))
         last = tail(losses)
-        lines.append(("train/loss", f"{last.mean():#.5g}, mean of the last {counted(len(last), 'record')}"))
+        what = f", mean of the last {len(last)} records" if len(last) > 1 else " in the last record"
+        lines.append(("train/loss", f"{last.mean():#.5g}{what}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
     if skipped := int(run.series("train/skipped")[1].sum()):

@@ -26,11 +26,11 @@ from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 from maxlp.runtime.files import shown
 
-# Path errors are the user's; other system errors, such as a full disk, may be gone when a launcher retries.
+# Path errors are the user's; other system errors, such as a full disk, may be gone at a restart.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
-# JAX raises a `ValueError` with one of these in front also where a program on the devices fails, as when
-# another process of the run has ended.
+# JAX also raises a `ValueError`, with one of these in front, when a program on the devices fails, such as
+# when another process of the run has died.
 JAX_FAILURES = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
@@ -45,8 +45,8 @@ def _override_without_config(unknown: re.Match[str]) -> str:
     if "config" not in flags.FLAGS:
         return f"--{unknown[1]} is unknown; this command takes no --config, see --help"
     return (
-        f"--{unknown[1]} is unknown without --config=PRESET; that of a run, and the --config.model values "
-        "that it needs too, are in the command that maxlp.report shows"
+        f"--{unknown[1]} needs --config=PRESET; the command that maxlp.report shows for a run contains its "
+        "--config, and the --config.model values that are needed too"
     )
 
 
@@ -150,7 +150,7 @@ class _OrNone(flags.ArgumentParser):
 
 
 class _Tuple(TupleParser):
-    """Reads a,b as two words, and None as no value."""
+    """Reads a,b as a tuple of two strings, and None as an empty tuple."""
 
     def parse(self, argument: Any) -> tuple:
         values = () if argument == "None" else super().parse(argument)
@@ -161,7 +161,7 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
     """Runs a command: parses the flags, calls ``main(*words)``, and prints a user's mistake as one line.
 
     Args:
-      words: number of arguments that the command takes besides flags; any further ones are mistyped flags.
+      words: how many positional arguments the command takes; any others are reported as mistyped flags.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal may have an encoding without × and …
@@ -193,7 +193,7 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
 
 
 def _config_first(words: list[str]) -> list[str]:
-    """The words with --config in front of its overrides, whose types only its file tells."""
+    """The words with --config moved before its overrides, whose types are known only from its file."""
     for i, word in enumerate(words):
         if flag := re.match("--?config(=|$)", word):
             end = i + (1 if flag[1] else 2)
@@ -202,7 +202,7 @@ def _config_first(words: list[str]) -> list[str]:
 
 
 def _check_numbers() -> None:
-    """Raises a ValueError for a number that no flag can have; absl's bounds let NaN pass."""
+    """Raises a ValueError for NaN, infinity and integers that are too large; absl's bounds let NaN pass."""
     for name in flags.FLAGS:
         flag = flags.FLAGS[name]
         if flag.present and not name.startswith("config.") and type(flag.value) in (int, float):
@@ -257,10 +257,10 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
             raise
         if isinstance(error, KeyboardInterrupt):
             _fail("interrupted", EXIT_INTERRUPTED)
-        hint = "" if _says_all(error) else " (MAXLP_TRACEBACK=1 shows where)"
-        _fail(_reason(error) + hint, EXIT_FAILED if _may_pass(error) else 2)
+        hint = "" if _is_self_explanatory(error) else " (MAXLP_TRACEBACK=1 shows where)"
+        _fail(_reason(error) + hint, EXIT_FAILED if _is_transient(error) else 2)
     except (RuntimeError, AssertionError) as error:
-        if os.environ.get("MAXLP_TRACEBACK") or not _is_without_devices(error):
+        if os.environ.get("MAXLP_TRACEBACK") or not _found_no_device(error):
             raise
         reason = _reason(error) or "JAX could initialize none of these platforms"
         platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -275,19 +275,19 @@ def _end_if_interrupted(report: Callable[[Any], Any], unraisable: Any) -> None:
     hard_exit(EXIT_INTERRUPTED)
 
 
-def _says_all(error: BaseException) -> bool:
-    """Whether the message is of maxlp or names a path, so that its place in the code adds nothing."""
+def _is_self_explanatory(error: BaseException) -> bool:
+    """Whether maxlp wrote the message or it names a path, so that a traceback would add nothing."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     is_ours = Path(__file__).parents[1] in Path(place.filename).parents
     return isinstance(error, PATH_ERRORS) or (is_ours and f"{place.line}".startswith("raise"))
 
 
-def _is_without_devices(error: BaseException) -> bool:
+def _found_no_device(error: BaseException) -> bool:
     """Whether JAX found no device; it raises a RuntimeError, or asserts that there is a backend."""
     return traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py")
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     """Whether the system failed rather than the user, so that the same command may succeed later."""
     if isinstance(error, OSError):
         return not isinstance(error, PATH_ERRORS) and error.errno not in PATH_ERROR_NUMBERS
@@ -298,13 +298,13 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The message; that of the operating system with the path, or the flag that gave it, first."""
+    """The message; one of the operating system begins with the path, or the flag that gave it."""
     if not isinstance(error, OSError) or not error.strerror:
         return " ".join(str(error).split())
     given = (name for name in flags.FLAGS if flags.FLAGS[name].present)
     flag = next((f"--{name}=" for name in given if flags.FLAGS[name].value == error.filename), "")
     path = f"{flag}{error.filename}: " if error.filename else ""
-    advice = "; the same command resumes the run once this is solved" if _may_pass(error) else ""
+    advice = "; the same command resumes the run once this is solved" if _is_transient(error) else ""
     return f"{path}{error.strerror}{advice}"
 
 

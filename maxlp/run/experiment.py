@@ -43,9 +43,9 @@ class Experiment:
       machine: the mesh's axes and the platform.
       mesh: the devices.
       make_model: the model with its precision recipes, from `nnx.Rngs`.
-      tx, schedule: the optimizer, and its learning rate by finished updates.
-      gates: what decides whether a step counts.
-      gradients: those of a batch's loss.
+      tx, schedule: the optimizer, and its learning rate as a function of the number of finished updates.
+      gates: decide whether a step is applied or skipped, by name.
+      gradients: the function that computes a batch's gradients.
       step: the train step, which joins the parts above.
     """
 
@@ -85,7 +85,7 @@ class Experiment:
         return jax.jit(init_from, donate_argnums=0, out_shardings=out)(weights)
 
     def with_all_gates(self, state: State) -> State:
-        """A restored state, in which gates that the run did not have before begin."""
+        """A restored state, with initial state for gates that the run did not have when saved."""
         if not (new := self.gates.keys() - state.keys()):
             return state
         replicated = sharding.replicated(self.mesh)
@@ -101,7 +101,7 @@ class Experiment:
         return warm_scales.jit_step(self.step, graphdef, abstract, self.mesh, resumes)
 
     def progress(self, state: State, step: int) -> Progress:
-        """The progress of a run whose state is that after ``step`` updates."""
+        """The progress of a run with this state, after ``step`` updates."""
         total, gain = self.settings.train.total_steps, self.settings.optimizer.adascale
         if gain is None:
             return Progress(total, step, float(step))
@@ -120,7 +120,8 @@ def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Exper
     """The experiment of a config.
 
     Args:
-      devices: defaults to all devices of all processes; descriptions of devices are enough.
+      devices: defaults to all devices of all processes; device descriptions (`jax.experimental.topologies`)
+        are enough.
 
     Raises:
       ConfigError: a config that cannot work on them.
@@ -137,7 +138,7 @@ def resolve_settings(settings: Settings, devices: Sequence[jax.Device] | None = 
 
 
 def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
-    """The experiment of settings that fulfil the constraints on this machine."""
+    """The experiment of settings that satisfy the constraints on this machine."""
     s, family = settings.on(machine), settings.family
     optimizer, model = make_optimizer(s), make_model(family, s.model, s.precision, s.train.lora)
     uses_adascale, metrics = s.optimizer.adascale is not None, optimizer.rate_of_last_update
@@ -245,7 +246,7 @@ def describe(e: Experiment, state: State) -> str:
         f"{family.name}: {s.num_params:,} parameters in {s.model.param_dtype}{trained}, activations in "
         f"{s.model.dtype}, attention by {s.model.attention}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind})",
-        f"memory of a device: {_memory(s, state)}",
+        f"memory per device: {_memory(s, state)}",
         f"batch: {family.describe_batch(s.data)}; {at_most}{s.train.total_steps:,} steps = "
         f"{s.train.total_steps * units:,} {family.unit}",
         f"work: {full:.3g} FLOPs per {family.unit[:-1]} ({causal:.3g} with causal attention)",

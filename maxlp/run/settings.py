@@ -40,7 +40,8 @@ class LoraConfig:
     Attributes:
       rank: columns of each adapter.
       alpha: the adapters' outputs are multiplied by ``alpha / rank``; None takes ``2 * rank``.
-      targets: patterns of the matmuls that get an adapter, as in ``*/q_proj``; None takes all in blocks.
+      targets: patterns of the matmuls that get an adapter, such as ``*/q_proj``; None takes all matmuls of
+        the blocks.
 
     Raises:
       ValueError: a rank or alpha that is not positive.
@@ -65,7 +66,7 @@ class LocalConfig:
     """The config's ``train.local`` section: local steps with an outer update (`core.local_steps`).
 
     Attributes:
-      steps: H, how many steps the replicas of the ``data`` axis take alone before they are joined.
+      steps: H, how many steps the replicas of the ``data`` axis take alone between outer updates.
       outer_rate, outer_momentum: λ and μ of the outer update.
     """
 
@@ -82,22 +83,23 @@ class TrainConfig:
     """The config's ``train`` section.
 
     Attributes:
-      total_steps: updates of the run; with AdaScale, steps of the small batch that it counts.
-      microbatches: number of passes that each batch is split into.
-      seed: of the weights, of the order of the data and of the rounding of bfloat16 parameters.
+      total_steps: updates of the run; with AdaScale, the number of steps with the small batch that its
+        updates must be worth together (its scale-invariant iterations).
+      microbatches: gradient accumulation: how many parts each batch is split into, one after the other.
+      seed: of the initial weights, the order of the data and the stochastic rounding of parameters.
       log_every: updates between records of metrics.
       eval_every: updates between evaluations; 0 evaluates at the end only.
-      eval_batches: validation batches in each evaluation, the same ones all along (0: all). After the last
-        step all of them are evaluated once more, as ``eval_full/``.
+      eval_batches: validation batches in each evaluation, the same ones every time (0: all). Unless it is
+        0, the last step is also evaluated on all validation data, as ``eval_full/``.
       init_from: weights to start from (`run.pretrained`): a run or checkpoint, a folder of another library
         or ``hf:ORG/NAME``; "" draws them at random.
       swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``, see `run.swap`.
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
-        exist together; see `core.fused_backward`. Each layer is computed again there, and layers are
-        scanned over, whatever the model's ``remat`` and ``scan_layers``; no statistics of tensors are
+        exist together; see `core.fused_backward`. The backward pass then recomputes each layer and scans
+        over layers, whatever the model's ``remat`` and ``scan_layers``, and no per-tensor statistics are
         recorded.
       lora: trains low-rank adapters and freezes the weights; None trains the weights.
-      local: replicas train alone for some steps at a time; None adds their gradients in every step.
+      local: replicas train alone for some steps at a time; None all-reduces gradients in every step.
     """
 
     total_steps: Count
@@ -136,7 +138,7 @@ class Machine(NamedTuple):
 
     @property
     def batch_shards(self) -> int:
-        """How many parts the rows of a batch are split into."""
+        """How many parts a batch is split into along its rows."""
         return sharding.batch_shards(sharding.abstract_mesh(self.axes))
 
 
@@ -203,12 +205,13 @@ class Settings:
         return [dataclasses.replace(use, rows=rows) for use in uses]
 
     def device_rows(self, machine: Machine) -> int:
-        """Rows of the batch on one device in each microbatch."""
+        """Rows of a microbatch on one device: the per-device batch size."""
         return self.data.batch_size // (machine.batch_shards * self.train.microbatches)
 
     @property
     def _traced(self) -> "_TracedModel":
-        # What changes neither parameters nor matmuls is taken away, so that each model is traced once.
+        # Settings that affect neither parameters nor matmuls get a fixed value, so that a model is traced
+        # once and not for each of their values.
         model = _changed(self.model, attention=attention.AUTO, remat="none")
         return _traced_model(self.family, model, self.precision, self.train.lora)
 
@@ -223,7 +226,7 @@ class Settings:
         return self._traced.parts
 
     def recipe(self, path: str) -> precision.Recipe:
-        """The recipe of a matmul; ``bf16`` for what is in high precision."""
+        """The recipe of a matmul; ``bf16`` for one that stays in high precision."""
         name = self.matmuls.get(path, precision.HIGH_PRECISION).partition(",")[0]  # "NAME, smooth FORM"
         if name == precision.HIGH_PRECISION:
             return precision.RECIPES["bf16"]
@@ -243,7 +246,7 @@ class Settings:
 
     @property
     def samples_tokens(self) -> bool:
-        """Whether any gradient of a kernel comes from a share of the tokens (`precision.sampling`)."""
+        """Whether the gradient of any kernel comes from a sample of the tokens (`precision.sampling`)."""
         return any(self.recipe(path).keep < 1 for path in self.matmuls)
 
     @property
@@ -276,7 +279,7 @@ class Settings:
 def make_model(
     family: Family, model: Any, config: PrecisionConfig, adapters: LoraConfig | None = None
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """The function that makes the model with its precision recipes and its adapters, if there are any.
+    """The function that makes the model with its precision recipes and any adapters.
 
     Call it under `jax.jit` or `jax.eval_shape` if the model is large.
     """

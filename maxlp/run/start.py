@@ -11,7 +11,7 @@ from maxlp.runtime import checkpoint
 
 
 def check_start(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
-    """Raises at once what would fail later in a start: a workdir, weights or writers that cannot be used.
+    """Raises now what would fail later in the start: for a workdir, weights or writers that are unusable.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.

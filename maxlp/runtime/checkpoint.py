@@ -55,10 +55,10 @@ class NotWrittenError(CheckpointError):
 
 
 class ClockSetBackError(NotWrittenError):
-    """The system's clock was set back while a checkpoint was being written: TensorStore does not finish.
+    """The system's clock was set back while a checkpoint was being written, so that TensorStore hangs.
 
-    Until the clock has caught up, it reads the same files again and again, because they seem to be older
-    than its request. Only another process can then write checkpoints.
+    Until the clock has caught up, it reads the same files again and again, because what it has read seems
+    to be older than its request. Before that, only another process can write checkpoints.
     """
 
 
@@ -232,7 +232,7 @@ class Checkpointer:
                 files.move(self._path(bad), target)
                 logging.error("kept the damaged checkpoint as %s", target)
         self._newest = step
-        return restored._replace(state=jax.tree.map(_moved, restored.state))
+        return restored._replace(state=jax.tree.map(_donatable, restored.state))
 
     def wait(self) -> None:
         """Returns when all saves are complete; raises CheckpointError if one failed."""
@@ -473,14 +473,14 @@ def _num_bytes(described: str) -> int:
     return itemsize * math.prod(int(size) for size in shape.strip("]").split(",") if size)
 
 
-def _moved(array: jax.Array) -> jax.Array:
-    """The array; on CPUs a copy whose memory a train step can reuse, and the original is deleted.
+def _donatable(array: jax.Array) -> jax.Array:
+    """The array; on CPUs a copy that can be donated, in place of the original, which is deleted.
 
-    On CPUs a restored array can be the NumPy array that Orbax has read. A program to which that is donated
-    copies it instead, and the first step would need the memory of the state twice.
+    On CPUs a restored array can share the memory of the NumPy array that Orbax has read. Such memory cannot
+    be donated: the program copies it, so that the first step would hold the state twice.
     """
     if next(iter(array.devices())).platform != "cpu":
         return array
-    moved = jax.block_until_ready(jax.numpy.copy(array))
+    copy = jax.block_until_ready(jax.numpy.copy(array))
     array.delete()
-    return moved
+    return copy

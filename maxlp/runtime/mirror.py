@@ -284,7 +284,7 @@ class Mirror:
             try:
                 self.push()
             except OSError as error:
-                logging.warning("%s; it is tried again in %.0f s", error, PUSH_SECONDS)
+                logging.warning("%s; trying again in %.0f s", error, PUSH_SECONDS)
 
     def stop(self) -> None:
         """Pushes for the last time."""

@@ -386,7 +386,7 @@ def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
         ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
         ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
         ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token behind an answer"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token after an answer"),
         (
             CHATML.replace("message.content", "message.content | length | string"),
             "changes the assistant's .*{% generation %}",
@@ -513,7 +513,8 @@ def test_another_template_is_refused_on_resume(tmp_path):
     state = iter(data(source, spec)).get_state()
     iter(data(source, spec)).set_state(state)
     write_tokenizer(tmp_path / "tok", CHATML.replace("\\n", " "))
-    with pytest.raises(ValueError, match=r"^data\.chat_template: \w+ when the run was saved, now \w+; "):
+    message = r"^fingerprint of the chat template of data\.tokenizer: \w+ when the run was saved, now \w+; "
+    with pytest.raises(ValueError, match=message):
         iter(data(source, spec)).set_state(state)
 
 

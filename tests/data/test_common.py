@@ -23,6 +23,15 @@ def test_the_largest_divisor_within_a_limit():
     assert [common.largest_divisor(12, limit) for limit in (1, 5, 11, 20)] == [1, 4, 6, 12]
 
 
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [("seed", "train.seed"), ("weights", "weights of data.source"), ("seq_len", "data.seq_len")],
+)
+def test_a_changed_setting_is_named_by_its_key_in_the_config(setting, name):
+    with pytest.raises(ValueError, match=f"^{name}: 0 when the run was saved, now 1; "):
+        common.check_settings({setting: 0}, {setting: 1}, allow_change=False)
+
+
 def test_a_state_with_an_order_of_an_earlier_version_goes_on_with_a_warning(caplog):
     assert not common.shuffle_settings([5, 2**16])
     settings = {"seed": 0} | common.shuffle_settings([5, 2**16 + 1])

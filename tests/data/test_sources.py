@@ -221,7 +221,7 @@ def test_mixture(tmp_path):
         ("stdlib?weight=-1", ["'stdlib?weight=-1': weight -1"]),
         ("stdlib?weight=1e308;text:/x?weight=1e308", ["weight 1e+308 must be positive and at most 1e300"]),
         ("stdlib?weight=x", ["'stdlib?weight=x': weight='x' is not a number"]),
-        ("tar:/x", ["source 'tar:/x' has no text; kinds that have: array_record, jsonl, parquet"]),
+        ("tar:/x", ["source 'tar:/x' has no text; kinds that do: array_record, jsonl, parquet"]),
         ("jsonl:/nowhere/a.jsonl", ["/nowhere/a.jsonl"]),
         ("text:/nowhere/*.txt", ["/nowhere/*.txt"]),
         ("array_record:/nowhere", ["dataset.json"]),

@@ -241,7 +241,7 @@ def test_another_batch_size_goes_on_with_unread_documents(monkeypatch, before, a
 
 
 def test_a_run_goes_on_with_more_epochs(monkeypatch):
-    """Exactly, if a block is a single step; larger ones are mixed anew, which is said."""
+    """Exactly, if a block is a single step; larger ones are mixed again, which is said."""
     warned = []
     monkeypatch.setattr(text.logging, "warning", lambda message, *_: warned.append(message))
     one, two, resumed = (
@@ -251,7 +251,7 @@ def test_a_run_goes_on_with_more_epochs(monkeypatch):
     assert_equal(seen, take(two, 3))
     resumed.set_state(one.get_state(), allow_change=True)
     assert_equal(take(resumed), take(two))
-    assert warned[1:] == ["the last data.shuffle_tokens are mixed anew: some may come twice, some never"]
+    assert warned[1:] == ["the last data.shuffle_tokens are mixed again: some may come twice, some never"]
 
 
 def test_state_of_other_data_or_too_few_processes_is_refused(monkeypatch):

@@ -67,6 +67,8 @@ def test_a_series_holds_the_records_that_have_it(tmp_path):
     ("full", "part"), [(2.5, "the first 20 validation batches"), (2.0, "all validation data")]
 )
 def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part):
+    (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 1}}))
+    assert load_run(tmp_path).validation_part("eval") == "the first validation batch"
     (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 20}}))
     records = [{"step": 3, "eval/loss": 2.0, "eval/accuracy": 0.0}]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))

@@ -37,7 +37,7 @@ def train(*args: str) -> subprocess.CompletedProcess:
         ),
         (
             ["--config.train.seed=3"],
-            "--config.train.seed is unknown without --config=PRESET; that of a run, and the --config.mod",
+            "--config.train.seed needs --config=PRESET; the command that maxlp.report shows for a run",
         ),
         ([DEBUG, "--config.train.steps=3"], "config.train.steps is unknown (did you mean total_steps?)"),
         ([DEBUG, "--train.steps=3"], "train.steps is unknown; did you mean --config.train.total_steps="),
@@ -232,7 +232,7 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
 def test_a_message_of_maxlp_needs_no_hint_at_the_traceback(fail, expected):
     with pytest.raises(Exception) as caught:
         fail()
-    assert cli._says_all(caught.value) == expected
+    assert cli._is_self_explanatory(caught.value) == expected
 
 
 def test_a_long_message_loses_its_middle():
