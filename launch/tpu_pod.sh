@@ -19,7 +19,7 @@ action=${1:-} name=${2:-} restarts=10 dry_run='' gcloud=()
 case $action in
   install | run | log | stop) ;;
   --help) usage launch/tpu_pod.sh && exit ;;
-  *) die "'$action' is none of install, run, log, stop" ;;
+  *) die "'$action' is not one of install, run, log, stop" ;;
 esac
 if [[ $name != [a-z]* ]]; then die "$action needs the name of a TPU, which begins with a-z, not '$name'"; fi
 shift 2
@@ -56,7 +56,7 @@ case $action in
     for variable in LIBTPU_INIT_ARGS "${!MAXLP_@}"; do
       if [[ -n ${!variable:-} ]]; then settings+="export $variable=$(printf %q "${!variable}"); "; fi
     done
-    refusal="error: a run is going on; end it first: launch/tpu_pod.sh stop $name ${gcloud[*]}"
+    refusal="error: a run is in progress; stop it first: launch/tpu_pod.sh stop $name ${gcloud[*]}"
     on_hosts all "cd maxlp || exit; if pgrep $launcher &>/dev/null; then echo $(printf %q "$refusal") >&2; exit 2; fi; \
       ${settings}nohup launch/local_multiprocess.sh 1 --restarts=$restarts -- \
       .venv/bin/python -m maxlp.train $(printf '%q ' "$@") >run.log 2>&1 </dev/null & echo \$! >run.pid"

@@ -94,7 +94,7 @@ def main() -> None:
 def of_same_model(
     given: Mapping[str, Any], overrides: Mapping[str, Any], of_run: Mapping[str, Any], workdir: Path
 ) -> dict[str, Any]:
-    """The config of --config, with what else determines the results of the model in the workdir.
+    """The config of --config, with everything from the run's config that determines its model's results.
 
     The model's sizes are those of the weights if they were imported, for which there need be no preset.
 
@@ -128,7 +128,7 @@ def of_same_model(
 
 
 def formatted(value: float) -> str:
-    """A result of an evaluation: counts and what is large without decimals, the huge with four digits."""
+    """A result as text: counts and values from 1,000 on without decimals, from 10¹² on with four digits."""
     if value >= 1e12:
         return f"{value:.4g}"
     is_count = value >= 1000 or (value > 1 and float(value).is_integer())
@@ -169,7 +169,7 @@ def run_lm_eval(workdir: Path) -> None:
         )
     print_primary(f"{workdir} at step {language.step}\n{table}")  # before it may be impossible to write
     path = workdir / "lm_eval.json"
-    with locked(workdir):  # of two evaluations at once, both keep their results
+    with locked(workdir):  # otherwise one of two simultaneous evaluations would lose its results
         every_step = files.read_json(path, {}, remedy="delete it, and evaluate again")
         at_step = every_step.setdefault(str(language.step), {})
         for key, value in results.items():
@@ -201,8 +201,8 @@ def make_mesh(s: Settings, fixed: bool) -> Mesh:
       ConfigError: settings that do not fit.
     """
     devices = jax.devices()
-    # Nothing is trained: devices exchange no gradients and need not be several, batches stay whole, and
-    # traces, labels and checkpoints to keep do not matter.
+    # Settings that matter only in training are turned off, because their constraints (several replicas,
+    # batches that divide into microbatches, …) need not hold here.
     s = dataclasses.replace(
         s,
         precision=dataclasses.replace(s.precision, exchange="none", scatter="none"),

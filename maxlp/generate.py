@@ -140,7 +140,7 @@ def chat(language: Language, mesh: Mesh, sampling: Sampling) -> None:
 
 def converse(answer: Callable[[Messages], str]) -> None:
     """Reads messages, one per line, and prints their answers, until the input ends."""
-    sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not text is no end of the others
+    sys.stdin.reconfigure(errors="surrogateescape")  # a line in another encoding must not end the chat
     messages: Messages = []
     for line in _lines("> " if sys.stdin.isatty() else ""):
         if line == "/reset":

@@ -78,7 +78,7 @@ def prepare_text(
       train_tokenizer: number of ids of a byte-level BPE to train on the source and to use; 0 trains
         none.
       shards: number of files; at most one per document is written.
-      num_workers: number of processes; 1 works in this one.
+      num_workers: number of processes; 1 uses only this one.
       overwrite: whether an existing dataset, or other files of the names that are written, are replaced,
         once the new one is complete.
 
@@ -161,10 +161,13 @@ def prepare_image_text(
 def _check_output(
     output: str, names: Collection[str], shards: int, num_workers: int, overwrite: bool
 ) -> str:
-    """The folder or URL without `~`, once it is sure that nothing in it would be lost.
+    """Checks that writing would lose nothing; returns the folder, with `~` expanded, or the URL.
 
     Args:
       names: of files that are written besides shards and manifest.
+
+    Raises:
+      ValueError: the output cannot be written to, or holds a run or files that would be replaced.
     """
     schema.check_value("--shards", shards, Count)
     schema.check_value("--num_workers", num_workers, Count)
@@ -173,7 +176,7 @@ def _check_output(
         found = _check_bucket(output)
     else:
         output = str(local_path(output, "--output"))
-        if os.path.lexists(output) and not os.path.isdir(output):  # before a tokenizer is trained in vain
+        if os.path.lexists(output) and not os.path.isdir(output):  # found before a tokenizer is trained
             raise ValueError(f"--output={output} is not a directory; choose another name")
         found = os.listdir(output) if os.path.isdir(output) else []
     if "run.json" in found:  # a run's own tokenizer would be replaced, even if --overwrite means the shards

@@ -35,7 +35,7 @@ def get_config(arg: str = ""):
         image_mean=(0.5, 0.5, 0.5),
         image_std=(0.5, 0.5, 0.5),
     )
-    c.precision.first_blocks = c.precision.last_blocks = 0  # of so few
+    c.precision.first_blocks = c.precision.last_blocks = 0  # few blocks: a recipe applies to all of them
     c.data.source = "glyphs?augment=0.4"
     c.data.tokenizer = "bpe:512"  # learned from the captions when the run begins
     c.data.image_size = 32

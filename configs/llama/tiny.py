@@ -25,7 +25,7 @@ def get_config(arg: str = ""):
         dtype="bfloat16",
         remat="none",
     )
-    c.model.init_std = config_dict.placeholder(float)  # from the sizes
+    c.model.init_std = config_dict.placeholder(float)  # unset: depends on each layer's size
     c.precision.first_blocks = 0  # all blocks in the recipe: the harder test
     c.precision.last_blocks = 0
     c.data.source = "stdlib"

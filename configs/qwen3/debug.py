@@ -23,10 +23,10 @@ def get_config(arg: str = ""):
         mlp_dim=512,
         max_seq_len=1024,
         dtype="float32",
-        scan_layers=False,  # of so few; unrolled, a step takes 7 % less time
+        scan_layers=False,  # few layers: unrolled, a step takes 7 % less time
         remat="none",
     )
-    c.model.init_std = config_dict.placeholder(float)  # from the sizes
+    c.model.init_std = config_dict.placeholder(float)  # unset: depends on each layer's size
     c.data.source = "stdlib"
     c.data.tokenizer = "bpe:4096"
     c.data.seq_len = 256

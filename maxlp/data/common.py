@@ -14,9 +14,7 @@ Batch = dict[str, np.ndarray]
 Seeds = tuple[int, ...]
 Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
-# Permutations of up to this size are kept in memory. Grain's shuffle needs none, but for small sizes it may
-# take 25 ms for a single number.
-CACHED = 2**16
+CACHED = 2**16  # up to this size permutations are kept in memory: Grain's shuffle may take 25 ms per number
 ROUNDS = 16  # of Grain's shuffle; after 4, its default, neighbours stay near each other at many sizes
 NAMES = {  # in messages, of settings that are not keys of the section data
     "seed": "train.seed",

@@ -37,7 +37,7 @@ def describe(sources: Sequence[Any], tokenizer: Tokenizer, settings: Mapping[str
 
 
 def early_end(num_epochs: int | None, steps_per_epoch: float, steps: int) -> str:
-    """The line that warns of data that end before so many steps; "" if they suffice."""
+    """A warning on a line of its own if the data ends before this many steps; "" if it is enough."""
     if num_epochs is None or (last := math.ceil(num_epochs * steps_per_epoch)) >= steps:
         return ""
     return (
@@ -84,7 +84,7 @@ def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
 
 
 def tokens_per_window(lengths: np.ndarray, settings: Mapping[str, Any]) -> float:
-    """How many tokens of documents of these lengths come in a window, on average."""
+    """How many tokens of documents of these lengths a window holds on average, see `packing`."""
     seq_len, most = settings["seq_len"], settings["max_documents"]
     if settings["packing"] == "concat":
         return float(lengths.sum()) / concat_windows(lengths, seq_len, most)

@@ -26,7 +26,7 @@ import numpy as np
 from maxlp.runtime.files import is_url
 
 WHOLE_FILES, WHOLE_BYTES = 4096, 2**26
-BLOCKS, BLOCK_BYTES = 256, 2**14  # samples over all files; and as many files of which the end is read
+BLOCKS, BLOCK_BYTES = 256, 2**14  # read in samples: this many blocks, and the last block of as many files
 THREADS = 16
 COMMIT = re.compile(r"(?:^hf://[^@]+@|/(?:datasets|models)--[^/]+/snapshots/)([0-9a-f]{40})/")
 

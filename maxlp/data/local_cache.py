@@ -91,7 +91,7 @@ def cached(path: str, what: str, make: Make) -> str:
 
 
 def decompress(path: str, source: BinaryIO, target: BinaryIO) -> None:
-    """Copies `source`, of which `path` is the name, decompressed to `target`.
+    """Decompresses `source` into `target`; the suffix of `path`, its name, tells the format.
 
     Raises:
       ValueError: it is truncated or damaged.

@@ -90,7 +90,7 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
 
 
 def pinned(url: str) -> str:
-    """The URL, at a commit if it is in the Hugging Face Hub, of which a branch may move.
+    """The URL; one in the Hugging Face Hub names a commit instead of a branch or tag, which may move.
 
     Without network (HF_HUB_OFFLINE=1) it is the path in the cache of the Hub's library.
 

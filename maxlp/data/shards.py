@@ -298,7 +298,7 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self.terminal:  # an error is one line, but not behind another one
+        if kind is None or self.terminal:  # ends the line on a terminal, so that an error begins a new one
             self.show(self.documents, self.bytes, last=True)
 
     def add(self, documents: int, size: int) -> None:

@@ -545,9 +545,8 @@ class _DocumentQueue:
                 self._ahead.append(document)
                 self.conversations.update(counts)
                 self._empty = 0 if len(document) else self._empty + 1
-            # A single stream meets every document within two epochs, in whatever order. One of several
-            # streams may miss the few documents with text of a small source until an epoch's order brings
-            # one of them.
+            # A single stream meets every document within two epochs, whatever their orders. One of several
+            # may miss the few with text of a small source until an epoch's order brings one of them.
             if self._empty > 2 * self._documents.per_epoch and not self._documents.have_text_later:
                 what = "an answer within data.seq_len" if self.conversations else "text"
                 raise ValueError(

@@ -88,7 +88,7 @@ def kept_checkpoints(workdir: Path, rollbacks: int) -> Path:
 def skip_excluded_batches(
     workdir: Path, step: int, batches: Iterator[Any], before: int = sys.maxsize
 ) -> None:
-    """Draws and drops the batches that rollbacks to this step, or to an earlier one, exclude.
+    """Draws and discards the batches that rollbacks to this step, or to an earlier one, exclude.
 
     Args:
       workdir: of the run.
@@ -97,14 +97,14 @@ def skip_excluded_batches(
       before: a number of batches; a rollback that excludes later ones has not happened yet.
 
     Raises:
-      ValueError: the data end with an excluded batch.
+      ValueError: the data ends before the last excluded batch.
     """
     ends = [entry["batches"][1] for entry in read_rollbacks(workdir) if entry["to"] <= step]
     end = max((end for end in ends if end <= before), default=0)
     while batches.get_state()["step"] < end:
         if next(batches, None) is None:
             raise ValueError(
-                f"{_rollbacks_path(workdir)} leaves out all batches up to {end}, more than the data have; "
+                f"{_rollbacks_path(workdir)} excludes all batches up to {end}, but the data ends before; "
                 "raise config.data.num_epochs, or lower spikes.skip_batches before the next rollback"
             )
 

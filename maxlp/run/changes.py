@@ -1,8 +1,8 @@
 """What a resumed run may change.
 
-A run goes on with the model and the data that it began with. Of a changed config, keys that decide what the
-model computes or what it learns from are refused unless the user allows the change; all others, such as the
-mesh, memory, kernels, precision and hyperparameters, are only reported. The contents of files are
+A resumed run keeps its model and its data. If the config has changed, keys that decide what the model
+computes or what it learns from are refused unless the user allows the change; changes of all others, such
+as the mesh, memory, kernels, precision and hyperparameters, are only reported. The contents of files are
 compared with the last checkpoint's record by the data pipelines (`data.common.check_settings`) and by
 `run.tokenizer`.
 """
@@ -31,8 +31,8 @@ FREE = (
     *("model.dtype", "model.param_dtype", "model.attention", "model.scan_layers", "model.remat"),
     "data.num_workers",
 )
-# What saved numbers mean. Some formats share a dtype, and some block sizes give equally many scales, so a
-# checkpoint with one would load as if it had the other.
+# Keys that decide how saved numbers are decoded. Some formats share a dtype, and some block sizes give the
+# same number of scales, so a checkpoint written with one would load silently as the other.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu", "optimizer.low_bit.block_size")
 # Sections that do not affect training.
 OBSERVING = ("spikes", "checkpoint", "metrics", "profile")

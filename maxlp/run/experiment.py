@@ -120,8 +120,7 @@ def resolve(c: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Exper
     """The experiment of a config.
 
     Args:
-      devices: defaults to all devices of all processes; device descriptions (`jax.experimental.topologies`)
-        are enough.
+      devices: defaults to all devices of all processes; descriptions of devices (`planning`) are enough.
 
     Raises:
       ConfigError: a config that cannot work on them.

@@ -1,8 +1,9 @@
 """The last steps of a run, whose matmuls compute in the model's dtype (`precision.high_precision_from`).
 
-A run in 4 bits recovers part of its gap when it ends in 16 (NVIDIA 2025, arXiv:2509.25149). It is saved at
-that step and goes on in the same process, with ``recipe="bf16"`` in its config. `config.json` says so from
-then on: commands that evaluate or convert a run compute in the precision of its current phase.
+A run in 4 bits closes part of its gap to bfloat16 when its last steps are in 16 bits (NVIDIA 2025,
+arXiv:2509.25149). The run is saved after the last low-precision step and continues in the same process,
+with ``recipe="bf16"`` in its config and from then on in `config.json`: commands that evaluate or convert a
+run compute in the precision of its current phase.
 `early_precision.json` keeps the precision of the steps before it, for commands that replay them.
 """
 
@@ -19,12 +20,12 @@ from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, write_json
 
 EARLY = "early_precision.json"
-# Values in the section precision with which all matmuls compute in the model's dtype, beside unset options.
+# With these values in the section precision, and options unset, all matmuls compute in the model's dtype.
 WITHOUT_RECIPE: dict[str, Any] = dict(recipe="bf16", rules=(), min_dim=0, smooth_swiglu="none")
 
 
 def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
-    """The values of a config, as those with which a run goes on from its newest checkpoint.
+    """The values of a config, changed to those with which a run continues from its newest checkpoint.
 
     Raises:
       ConfigError: a wrong value, or a run without low precision.
@@ -58,7 +59,7 @@ def begin(s: Settings, step: int, workdir: Path) -> None:
     if s.is_quantized != (step < first):
         raise ConfigError(
             f"the newest intact checkpoint is that of step {step}, on the other side of config.precision."
-            f"high_precision_from={first}; start the same command again, which goes on from there"
+            f"high_precision_from={first}; start the same command again, which continues from there"
         )
     if step < first or not is_primary() or not (workdir / "config.json").exists():
         return
@@ -68,7 +69,7 @@ def begin(s: Settings, step: int, workdir: Path) -> None:
 
 
 def config_at(workdir: Path, step: int | None) -> ConfigDict:
-    """The config with which a run took a step, or with which it goes on (None).
+    """The config with which a run took a step; if that is None, the one with which it continues.
 
     Raises:
       ConfigError: imported weights, or a step from before the late phase whose precision nothing has kept.

@@ -57,7 +57,7 @@ class Prediction:
 
 
 def parse(spec: str) -> tuple[str, RecipeOptions]:
-    """A recipe and its options, of ``simulate:format=e3m1:granularity=row``.
+    """The recipe and the options of a spec, such as ``simulate:format=e3m1:granularity=row``.
 
     Raises:
       ValueError: an unknown recipe or option, or a value that does not fit.

@@ -1,7 +1,7 @@
 """Weights that a run starts from: ``train.init_from``, and the flags ``--from`` and ``--swap_tokenizer``.
 
 They come from another run or another library, in a folder or a repository of the Hub. They are read in
-place, one parameter at a time and straight into its shards: a conversion first (`maxlp.convert import`)
+place, one parameter at a time and straight into its shards. Converting them first (`maxlp.convert import`)
 would take a second copy on disk and a whole copy in memory.
 """
 
@@ -52,7 +52,7 @@ def published_params(workdir: Path, step: int | None, mesh: Mesh) -> State:
 
 
 class RunWeights:
-    """The weights that a run of this program has learned: those that it evaluates and exports.
+    """The weights that a run of maxlp has trained: those that it evaluates and exports.
 
     Args:
       path: the run, or one of its checkpoints.
@@ -151,7 +151,7 @@ class LibraryWeights:
         )
         if misfit := tree_spec.find_misfit(own, abstract, exact=False):
             path, saved, wanted = misfit
-            raise ValueError(f"{path} is {saved} in the weights and {wanted} in the config; use one model")
+            raise ValueError(f"{path} is {saved} in the weights, but {wanted} here; change the config")
         if not hub.is_id(self.spec):
             shapes = {name: self._files.shape_of[name] for name in self.tensors}
             weights.check_shapes(shapes, abstract, self.format.layout(self.config))
@@ -226,7 +226,7 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
       key: what names it in messages.
 
     Raises:
-      ValueError: there are none, or of an unknown model.
+      ValueError: there are none, or they are of an unknown model.
     """
     if hub.is_id(spec):
         return LibraryWeights(spec)
@@ -251,7 +251,7 @@ def configure(
     swap: str | None = None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> ConfigDict:
-    """A config with the model and the tokenizer of the weights ``--from``, and what a run did with texts.
+    """A config with the model of the weights ``--from``, their tokenizer and their treatment of texts.
 
     A run that has a checkpoint no longer needs the weights: its own config holds what was taken from them.
     Nor does it need the two flags, without which the config stays as it is if the run had none.

@@ -105,8 +105,8 @@ def load_config(workdir: Path) -> ConfigDict:
     remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
     if "model_type" in read_json(path, {}, remedy=remedy):
         raise ValueError(
-            f"{path} is of Hugging Face; train --from={workdir} in another --workdir, or import them: "
-            f"python -m maxlp.convert import --input={workdir} --output=DIR"
+            f"{path} is a Hugging Face config; train --from={workdir} in another --workdir, or import the "
+            f"weights: python -m maxlp.convert import --input={workdir} --output=DIR"
         )
     config = read_json(path, fields={"model": dict}, remedy=remedy)
     if config is None and (workdir / "run.json").exists():
@@ -191,7 +191,7 @@ def check_checkpoints(workdir: Path) -> None:
     if last and not any(info.status in ("complete", "damaged") for info in list_steps(directory)):
         raise ValueError(
             f"{directory} holds no checkpoint, but the run had saved step {last}: put the checkpoints back "
-            "(is the volume mounted?), choose another --workdir, or delete run.json there to begin anew"
+            "(is the volume mounted?), choose another --workdir, or delete run.json there to start over"
         )
 
 

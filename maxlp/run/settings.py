@@ -210,8 +210,7 @@ class Settings:
 
     @property
     def _traced(self) -> "_TracedModel":
-        # Settings that affect neither parameters nor matmuls get a fixed value, so that a model is traced
-        # once and not for each of their values.
+        # Settings that affect neither parameters nor matmuls are fixed, so that each model is traced once.
         model = _changed(self.model, attention=attention.AUTO, remat="none")
         return _traced_model(self.family, model, self.precision, self.train.lora)
 

@@ -35,7 +35,7 @@ PEAK_TFLOPS = {
     "RTX 5090": {"bfloat16": 209.5, "float8": 419, "mxfp8": 419, "nvfp4": 1676, "int8": 838},
     "RTX 6000 Ada": {"bfloat16": 364.2, "float8": 728.5, "int8": 728.5},
 }
-# Words in the `device_kind` of a device that is slower than the one whose name it has.
+# Words that mark a slower variant of the device whose name is in its `device_kind` too.
 SLOWER = re.compile(r"\b(Laptop|Max-Q|MIG|D)\b")
 
 

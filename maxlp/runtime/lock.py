@@ -169,7 +169,7 @@ class WorkdirLock:
 
 
 def boot_id() -> str:
-    """A name of the running kernel, which no other machine and no later boot has."""
+    """An id of this boot of this machine; the machine's name where the kernel has no such id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

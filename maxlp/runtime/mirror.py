@@ -150,7 +150,7 @@ class Mirror:
         self.holder: MirrorLock | None = None
         self.busy = threading.RLock()
         self._tags: dict[str, str] = {}  # of the files that were pulled
-        self._same: dict[str, tuple[int, int]] = {}  # time and size of the local files that the bucket has
+        self._synced: dict[str, tuple[int, int]] = {}  # time and size of local files equal to the bucket's
         self._ended = threading.Event()
 
     def url_of(self, path: Path) -> str:
@@ -187,7 +187,7 @@ class Mirror:
                     continue
                 for changed in (path, path.parent):  # of a step, the time of its manifest, its last file
                     os.utime(changed, (entry.changed, entry.changed))
-                self._tags[name], self._same[name] = entry.tag, _stamp(path)
+                self._tags[name], self._synced[name] = entry.tag, _stamp(path)
 
     def _forget(self, name: str) -> None:
         """Deletes a local file, and the folders that are then empty."""
@@ -197,7 +197,7 @@ class Mirror:
             for folder in path.relative_to(self.folder).parents[:-1]:
                 (self.folder / folder).rmdir()
         self._tags.pop(name, None)
-        self._same.pop(name, None)
+        self._synced.pop(name, None)
 
     def push(self) -> None:
         """Copies what has changed to the bucket, except for checkpoints.
@@ -215,12 +215,12 @@ class Mirror:
                     continue
                 try:
                     stamp = _stamp(path)
-                    if self._same.get(name) == stamp:
+                    if self._synced.get(name) == stamp:
                         continue
                     _send(path, f"{self.url}/{name}")
                 except FileNotFoundError:  # replaced or deleted meanwhile
                     continue
-                self._same[name] = stamp
+                self._synced[name] = stamp
 
     def remove(self, path: Path) -> None:
         """Deletes a file or a folder in the bucket, if this process holds the lock."""
@@ -256,7 +256,7 @@ class Mirror:
             self.copy(path, target)
             remove_folder(self.url_of(path))
             old = path.relative_to(self.folder).as_posix()
-            for known in (self._tags, self._same):
+            for known in (self._tags, self._synced):
                 for name in [name for name in known if name.startswith(f"{old}/")]:
                     del known[name]
             path.rename(target)
@@ -277,9 +277,9 @@ class Mirror:
 
     def start(self) -> None:
         """Pushes from now on in the background, until `stop`."""
-        threading.Thread(target=self._push_again, name="mirror", daemon=True).start()
+        threading.Thread(target=self._push_regularly, name="mirror", daemon=True).start()
 
-    def _push_again(self) -> None:
+    def _push_regularly(self) -> None:
         while not self._ended.wait(PUSH_SECONDS):
             try:
                 self.push()
@@ -345,7 +345,7 @@ class MirrorLock(lock.WorkdirLock):
         super().__init__(workdir)
         self._mirror, self._url = mirror, f"{mirror.url}/{lock.NAME}"
         self._record |= {
-            "boot": f"{self._record['boot']} {_process_space()}",
+            "boot": f"{self._record['boot']} {_pid_namespace()}",
             "started": _started(os.getpid()),
         }
 
@@ -374,7 +374,7 @@ class MirrorLock(lock.WorkdirLock):
     def _take(self) -> None:
         content = self._content()
         holder = lock.parse_holder(content) if content else None
-        if content and self._lives(holder):
+        if content and self._is_alive(holder):
             raise ValueError(
                 lock.in_use_message(self.workdir, lock.parse_holder(self._content()) or holder)
             )
@@ -395,7 +395,7 @@ class MirrorLock(lock.WorkdirLock):
         self._mirror.start()
         threading.Thread(target=self._beat, name="workdir lock", daemon=True).start()
 
-    def _lives(self, holder: dict[str, Any] | None) -> bool:
+    def _is_alive(self, holder: dict[str, Any] | None) -> bool:
         if holder and "started" in holder and holder["boot"] == self._record["boot"] and holder["started"]:
             same = (holder["pid"], holder["started"]) == (os.getpid(), self._record["started"])
             return not same and _started(holder["pid"]) == holder["started"]  # `same` after an exec
@@ -412,8 +412,8 @@ class MirrorLock(lock.WorkdirLock):
         storage.write(self._url, content, create=create)
 
 
-def _process_space() -> str:
-    """The PID namespace, within which process ids are unique; each container of a machine has its own."""
+def _pid_namespace() -> str:
+    """The namespace within which process ids are unique; each container of a machine has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

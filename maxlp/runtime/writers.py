@@ -24,7 +24,7 @@ MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits fo
 NO_BREAK_SPACE = "\u00a0"
 MAX_SLASHES = 2  # names with more belong to single layers, too many for a console line
 
-# What the console shows of a training record after the step. A narrow terminal lacks the last of them.
+# What the console shows of a training record after the step. A narrow terminal omits the last ones.
 PROGRESS = {
     "perf/eta": "eta {}",
     "train/tau": "τ {:,.1f}",

@@ -601,7 +601,7 @@ def test_tpu_pod_runs_on_all_hosts_and_stops_them(tmp_path):
     again = run(
         "tpu_pod.sh", "run", "pod", "--zone=z", "--", "b", code=2, PATH=path, STAND_IN=str(tmp_path)
     )
-    assert "end it first: launch/tpu_pod.sh stop pod --zone=z" in again
+    assert "stop it first: launch/tpu_pod.sh stop pod --zone=z" in again
     pod("stop", "pod", "--zone=z")
     wait_until(lambda: all(lines(log)[-1] == "saved" for log in logs))
     for log in logs:

@@ -125,7 +125,7 @@ def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_change
 def test_a_folder_of_hugging_face_is_no_damaged_run(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     for read in (run_dir.load_config, lambda workdir: changes.check_config(workdir, CONFIG)):
-        with pytest.raises(ValueError, match=rf"Hugging Face; train --from={tmp_path} in .*convert import"):
+        with pytest.raises(ValueError, match=rf"Face config; train --from={tmp_path} in .*convert import"):
             read(tmp_path)
 
 

@@ -72,7 +72,7 @@ def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
     plain = [path for path in paths if path.endswith(suffix)]
     others = [path for path in paths if path.endswith(compressed)] if suffix else []
     if plain and others:
-        message = "compressed files are left out beside those that are not compressed: %d, such as %s"
+        message = "only the uncompressed files are read: %d compressed ones are left out, such as %s"
         logging.warning(message, len(others), min(others))
     return plain or others
 

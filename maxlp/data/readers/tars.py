@@ -237,7 +237,7 @@ def _samples(file: BinaryIO) -> Iterator[list[tarfile.TarInfo]]:
             raise tarfile.ReadError("it is truncated")
         while block:
             if any(block):
-                raise tarfile.ReadError(f"behind byte {tar.offset} it is damaged")
+                raise tarfile.ReadError(f"after byte {tar.offset} it is damaged")
             block = file.read(tarfile.RECORDSIZE)
 
 

@@ -60,7 +60,7 @@ def test_compressed_files_beside_others_are_warned_of(tmp_path, caplog):
         (tmp_path / name).write_text("{}")
     assert find_files(str(tmp_path), ".jsonl")[1] == [f"{tmp_path}/a.jsonl"]
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"not compressed: 2, such as {tmp_path}/b.jsonl.gz")
+    assert record.getMessage().endswith(f": 2 compressed ones are left out, such as {tmp_path}/b.jsonl.gz")
     (tmp_path / "a.jsonl").unlink()
     assert len(find_files(str(tmp_path), ".jsonl")[1]) == 2 and len(caplog.records) == 1
 
