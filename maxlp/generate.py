@@ -33,7 +33,8 @@ from maxlp.schema import Seed
 
 
 def define_flags() -> None:
-    prompt = "Text to continue; repeat the flag for a batch. Without it, the model begins a text."
+    # absl appends "; repeat this option …".
+    prompt = "Text to continue, a row of the batch; without it, the model begins a text"
     flags.DEFINE_multi_string("prompt", None, prompt)
     flags.DEFINE_bool("chat", False, "Answer messages from standard input, one per line.")
     flags.DEFINE_string("workdir", None, "Directory of the run.", required=True)

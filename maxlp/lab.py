@@ -76,7 +76,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "top", 20, "attribute, choose, diff: number of operands or tensors to print.", lower_bound=1
     )
-    flags.DEFINE_multi_string("other", [], "diff: SECTION.KEY=VALUE in which B differs from A.")
+    flags.DEFINE_multi_string("other", [], "diff: SECTION.KEY=VALUE in which B differs from A")
     flags.DEFINE_string("record", None, "diff: folder to record steps in, for a later --against.")
     flags.DEFINE_string("against", None, "diff: folder of steps that another version has recorded.")
     flags.DEFINE_integer(

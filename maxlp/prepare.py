@@ -278,7 +278,7 @@ def _text_manifest(
 def define_flags() -> None:
     """Defines the flags of the command; not on import, because other commands use the same names."""
     flags.DEFINE_string("source", None, "What to read, as kind:path; see above.")
-    flags.DEFINE_string("output", None, "Folder to write.")
+    flags.DEFINE_string("output", None, "Folder to write to, or its gs:// or s3:// URL.")
     flags.DEFINE_string("split", "all", "Documents to take: train, validation or all.")
     flags.DEFINE_string("tokenizer", "", "Write the ids of this tokenizer; empty writes text.")
     flags.DEFINE_integer("train_tokenizer", 0, "Train a BPE of this many ids and write its ids.")

@@ -24,7 +24,8 @@ class InWorkers(grain.IterDataset):
     Elements come through pipes: the shared memory of a container is often smaller than a few of them.
 
     Args:
-      per_round: after how many elements the first part has its turn again; by default one of each part.
+      per_round: number of elements in a round; each round begins with the first part. By default a round
+        has one element of each part.
     """
 
     def __init__(self, parts: Sequence[Iterable], per_round: int | None = None):

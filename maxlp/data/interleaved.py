@@ -1,4 +1,4 @@
-"""The documents of several sources as those of one: validation data of a mixture."""
+"""The documents of several sources as those of a single one: validation data of a mixture."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from maxlp.data.readers import locate
 
 
 class Interleaved:
-    """The documents of several sources, each once and spread evenly over the others."""
+    """The documents of several sources, each once; those of one source are spread over the whole."""
 
     def __init__(self, sources: Sequence[Any]):
         self._sources = sources

@@ -1,4 +1,4 @@
-"""The life of worker processes."""
+"""What worker processes run: they serve the elements of a dataset, and end with their parent."""
 
 import multiprocessing
 import os

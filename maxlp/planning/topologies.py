@@ -214,10 +214,10 @@ def parse(name: str) -> Topology:
     chip = CHIPS[chip_name]
     shape, slices = tuple(int(n) for n in match[2].split("x")), int(match[3] or 1)
     if len(shape) != (chip.torus or 2) or not all(shape) or not slices:
-        form = f"{chip.torus} dimensions of a torus" if chip.torus else "HOSTSxGPUS"
+        form = f"{chip.torus} torus dimensions" if chip.torus else "HOSTSxGPUS"
         example = f"{chip_name}:{'x'.join('4' * (chip.torus or 2))}"
         raise ValueError(
-            f"topology {name!r}: the shape of {chip_name} is {form}, all at least 1; for example {example}"
+            f"topology {name!r}: the shape of {chip_name} must be {form}, all at least 1, as in {example}"
         )
     if chip.pod and math.prod(shape) > chip.pod:
         raise ValueError(

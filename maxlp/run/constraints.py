@@ -36,8 +36,9 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
     if s.data.batch_size % (shards * microbatches) == 0:
         return None
     return (
-        f"data.batch_size={s.data.batch_size} is not a multiple of {shards} data shards × "
-        f"train.microbatches={microbatches}; use a multiple of {shards * microbatches}"
+        f"data.batch_size={s.data.batch_size} is not a multiple of {shards} data "
+        f"shard{'s' * (shards > 1)} × train.microbatches={microbatches}; use a multiple of "
+        f"{shards * microbatches}"
     )
 
 

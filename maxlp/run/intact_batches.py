@@ -13,10 +13,10 @@ from maxlp.runtime import distributed
 class IntactBatches:
     """The batches of this process up to a document that cannot be used: the steps before it can be saved.
 
-    With several processes all end after the same batch, although only one of them may meet the document. It
-    meets it while two batches wait on the devices, and announces that these are the last. The others look
-    before every step, and have not passed these batches: each waits for a step, in which all take part,
-    before it begins the next but one.
+    All processes end after the same batch, although perhaps only one of them meets the document. That one
+    meets it in its read-ahead, while the two batches before it wait on the devices, and announces that
+    these are the last. The others check for this before every step. None of them can be past these batches:
+    a process waits for the result of a step, in which all take part, before it starts the next but one.
     """
 
     def __init__(self, batches: Any):

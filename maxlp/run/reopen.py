@@ -169,7 +169,11 @@ def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
 
 
 def find_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
-    """The checkpoint that the spike's record names if it exists, or else the best of all of them.
+    """The checkpoint that the spike's record names if it exists, or else that of `checkpoint_before`.
+
+    Args:
+      spike_step: any step; a recorded spike has its own checkpoint.
+      lead: how many steps before the spike should be repeated, if a checkpoint allows it.
 
     Returns:
       None if the run has no checkpoint, or had none at its spike: the replay starts from the beginning.

@@ -22,8 +22,8 @@ def test_names_count_devices():
     [
         ("v5p", "is not CHIP:SHAPE"),
         ("v9:2x2", "chip 'v9' is unknown; one of v4, v5e"),
-        ("v5e:4x4x4", "the shape of v5e is 2 dimensions of a torus"),
-        ("h100:8", "the shape of h100 is HOSTSxGPUS"),
+        ("v5e:4x4x4", "the shape of v5e must be 2 torus dimensions"),
+        ("h100:8", "the shape of h100 must be HOSTSxGPUS"),
         ("v5e:64x64", "at most 256 chips"),
         ("v5e:0x4", "at least 1"),
     ],
