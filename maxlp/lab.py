@@ -44,6 +44,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
 from maxlp.runtime import cpu
 from maxlp.runtime.files import local_path, send, shown
+from maxlp.runtime.messages import counted
 
 TOOLS = {  # the flags of each, besides those of all
     "attribute": ("recipe", "top"),
@@ -225,7 +226,7 @@ def predict(
     specs = specs or prediction.fitting(s)
     step, found = prediction.predictions(s, specs, workdir, step, batches, Bar())
     out.mkdir(parents=True, exist_ok=True)
-    print(f"step {step}: relative to high precision, {batches} batch{'es' * (batches > 1)}")
+    print(f"step {step}: relative to high precision, {counted(batches, 'batch', 'batches')}")
     print("\n".join(prediction.table(found)))
     _wrote(prediction.write(found, step, out))
 

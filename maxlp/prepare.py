@@ -50,6 +50,7 @@ from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, as_bytes, make_t
 from maxlp.run import cli
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url, local_path
+from maxlp.runtime.messages import counted
 from maxlp.schema import Count
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
@@ -143,7 +144,8 @@ def prepare_image_text(
         written = shards_lib.write_shards(folder, examples, _image_text_record, shards, num_workers)
         totals = shards_lib.totals(written)
         if not totals["documents"]:
-            raise ValueError(f"source {examples.name!r}: none of its {len(examples)} examples can be read")
+            found = counted(len(examples), "example")
+            raise ValueError(f"source {examples.name!r}: no readable image in {found}")
         manifest = {
             "format": FORMATS["image_text"],
             "source": source,
@@ -291,10 +293,8 @@ def text_command() -> str:
     """Runs `prepare text`; returns a line on what was written."""
     text_flags = ("source", "output", "split", "tokenizer", "train_tokenizer", "shards", "num_workers")
     made = prepare_text(**_flag_values(*text_flags, "overwrite"))
-    tokens = f", {made['tokens']:,} tokens" if made["kind"] == "tokens" else ""
-    return (
-        f"{made['documents']:,} documents, {made['bytes']:,} bytes{tokens} in {len(made['shards'])} shards"
-    )
+    tokens = f", {counted(made['tokens'], 'token')}" if made["kind"] == "tokens" else ""
+    return f"{counted(made['documents'], 'document')}, {_size(made, tokens)}"
 
 
 def image_text_command() -> str:
@@ -305,7 +305,11 @@ def image_text_command() -> str:
     image_flags = ("source", "output", "split", "shards", "num_workers")
     made = prepare_image_text(**_flag_values(*image_flags, "overwrite"))
     broken = f", {made['broken_examples']:,} left out" if made["broken_examples"] else ""
-    return f"{made['documents']:,} images{broken}, {made['bytes']:,} bytes in {len(made['shards'])} shards"
+    return f"{counted(made['documents'], 'image')}{broken}, {_size(made)}"
+
+
+def _size(made: dict[str, Any], tokens: str = "") -> str:
+    return f"{counted(made['bytes'], 'byte')}{tokens} in {counted(len(made['shards']), 'shard')}"
 
 
 def _flag_values(*names: str) -> dict[str, Any]:

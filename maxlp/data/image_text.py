@@ -34,6 +34,7 @@ from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
+from maxlp.runtime.messages import counted
 from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
@@ -152,7 +153,7 @@ def make_data(
         _check_usable(examples, spec)
     if split == "train" and len(examples) < config.batch_size:
         raise ValueError(
-            f"data.batch_size={config.batch_size} is more than the {len(examples)} examples of "
+            f"data.batch_size={config.batch_size} is more than the {counted(len(examples), 'example')} of "
             f"data.source={spec!r}; use at most {len(examples)}"
         )
     with of_key("data.tokenizer"):
@@ -176,10 +177,8 @@ def _check_labels(source: Source, path: str, classes: Sequence[str]) -> None:
     """Raises a ValueError if zero-shot classification, hours later, would find no labelled image."""
     num_classes = len(classes)
     if twice := [name for name, count in collections.Counter(classes).items() if count > 1]:
-        message = (
-            "data.classes=%r: images of %d names that occur more than once, such as %r, count as wrong"
-        )
-        logging.warning(message, path, len(twice), twice[0])
+        message = "data.classes=%r has %s more than once, such as %r; images of these count as wrong"
+        logging.warning(message, path, counted(len(twice), "name"), twice[0])
     first = range(min(len(source), LABELS_READ))
     for index in first:
         with contextlib.suppress(BrokenExample):
@@ -200,7 +199,8 @@ def _check_usable(examples: Examples, spec: str) -> None:
             return
         except BrokenExample as error:
             errors.append(error)
-    raise ValueError(f"none of the first {len(errors)} examples of {spec!r} can be used: {errors[0]}")
+    tried = counted(len(errors), "example")
+    raise ValueError(f"no usable image in the first {tried} of {spec!r}: {errors[0]}")
 
 
 def captions(config: ImageTextDataConfig) -> Iterator[str]:
@@ -228,9 +228,8 @@ def _own_captions(source: Source, examples: EncodedExamples) -> Iterator[str]:
         except BrokenExample as error:
             num_broken, last = num_broken + 1, str(error)
     if num_broken == len(source):
-        raise ValueError(
-            f"all {num_broken} examples of {source.name!r} are broken, the last of them {last}"
-        )
+        found = counted(num_broken, "example")
+        raise ValueError(f"no usable caption in {found} of {source.name!r}, the last of them {last}")
     if num_broken:
         logging.warning("%d of %d captions are broken, the last of them %s", num_broken, len(source), last)
 
@@ -277,7 +276,7 @@ class ImageTextDataset:
 
     def describe(self, steps: int = 0) -> str:
         """How many examples there are, and how many epochs that many steps of training read."""
-        examples = f"{len(self.examples):,} example{'s' * (len(self.examples) > 1)}"
+        examples = f"{counted(len(self.examples), 'example')}"
         if not steps:
             return examples
         from maxlp.data import estimates  # only a start needs them

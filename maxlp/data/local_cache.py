@@ -28,6 +28,7 @@ from maxlp.data.readers.access import open_file
 from maxlp.data.specs import import_extra, one_line
 from maxlp.runtime import files
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import counted
 
 THREADS = 8
 COPY_BYTES = 2**20
@@ -115,7 +116,7 @@ def _cached_all(doing: str, paths: Sequence[str], make: Make) -> list[str]:
     if missing:
         size = sum(_size(path) for path in missing)
         _check_space(size)
-        _tell(f"{doing} {len(missing):,} files ({size / 1e6:,.1f} MB) into {folder()}")
+        _tell(f"{doing} {counted(len(missing), 'file')} ({size / 1e6:,.1f} MB) into {folder()}")
     shown = time.monotonic()
     with ThreadPoolExecutor(THREADS) as pool:
         pending = [pool.submit(cached, path, make.__name__, make) for path in missing]
@@ -124,7 +125,7 @@ def _cached_all(doing: str, paths: Sequence[str], make: Make) -> list[str]:
                 future.result()
                 if time.monotonic() > shown + TELL_SECONDS:
                     shown = time.monotonic()
-                    _tell(f"{doing}: {done:,} of {len(missing):,} files")
+                    _tell(f"{doing}: {done:,} of {counted(len(missing), 'file')}")
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -27,6 +27,7 @@ from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import counted
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8
@@ -165,7 +166,8 @@ def _upload(folder: str, url: str, names: Collection[str]) -> None:
     files = {name: os.path.join(folder, name) for name in sorted(os.listdir(folder))}
     manifest = files.pop(MANIFEST)
     size = sum(os.path.getsize(path) for path in files.values())
-    print(f"uploading {len(files)} files ({size / 1e6:,.1f} MB) to {url}", file=sys.stderr, flush=True)
+    what = f"{counted(len(files), 'file')} ({size / 1e6:,.1f} MB)"
+    print(f"uploading {what} to {url}", file=sys.stderr, flush=True)
     retried(lambda: storage.remove(f"{url}/{MANIFEST}"), url)
     for name in retried(lambda: names_in(url), url):
         if name.endswith(SUFFIX) or name in names:
@@ -312,7 +314,7 @@ class Progress:
         self.shown, seconds = now, max(now - self.start, 1e-9)
         left = seconds * (self.total - documents) / max(documents, 1)
         line = (
-            f"{documents:,} of {self.total:,} documents ({documents / self.total:.0%}),"
+            f"{documents:,} of {counted(self.total, 'document')} ({documents / self.total:.0%}),"
             f" {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s, {left:,.0f} s left"
         )
         end = "\n" if last or not self.terminal else ""

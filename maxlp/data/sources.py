@@ -50,6 +50,7 @@ from typing import Any, NamedTuple, Protocol
 from maxlp import schema
 from maxlp.data.readers import BrokenExample, check_utf8
 from maxlp.data.specs import one_line, split_options
+from maxlp.runtime.messages import counted
 
 VALIDATION = 0.02
 TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options -> their parser, their description
@@ -278,9 +279,9 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
         documents = (source[index] for index in range(len(source)))
         # White space is no text to learn from.
         if not any(len(d["text"].strip() if "text" in d else next(iter(d.values()))) for d in documents):
-            found = f"{len(source)} documents of split {source.split!r}"
+            found = f"{counted(len(source), 'document')} of split {source.split!r}"
             way_out = "" if source.split == "all" else "; change ?split="
-            raise ValueError(f"source {source.name!r}: all {found} are empty{way_out}")
+            raise ValueError(f"source {source.name!r}: no text in {found}{way_out}")
     if len(sources) == 1:
         return sources[0]
     total = sum(weighted.values())

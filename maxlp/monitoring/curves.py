@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxlp.monitoring.run_record import Run, counted, tail
+from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.files import naming
+from maxlp.runtime.messages import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

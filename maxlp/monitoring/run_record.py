@@ -13,6 +13,7 @@ from maxlp.monitoring.spike_records import recorded_spikes
 from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
+from maxlp.runtime.messages import counted
 from maxlp.runtime.writers import read_jsonl
 
 _NONE = type(None)
@@ -175,8 +176,3 @@ def _list_checkpoints(directory: Path) -> list[checkpoint.StepInfo]:
 def tail(losses: np.ndarray) -> np.ndarray:
     """The last tenth of the losses, at most ten: a single one is too noisy to compare runs by."""
     return losses[-min(10, max(1, len(losses) // 10)) :]
-
-
-def counted(number: int, singular: str, plural: str = "") -> str:
-    """`1 spike`, `2 spikes`."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from maxlp.monitoring.rollback import read_rollbacks
-from maxlp.monitoring.run_record import Run, counted, tail
+from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spike_records import suspect
 from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
+from maxlp.runtime.messages import counted
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
@@ -82,9 +83,9 @@ def _state(run: Run) -> str:
     # Only the last step has this, also of a run that ended with its data.
     ended = any(name.startswith("eval_full/") for name in run.records[-1])
     if ended or (total and done >= total):
-        return f"finished, {run.step:,} steps"
-    counted = "" if done == run.step else f", which count as {done:,.0f}"  # AdaScale
-    of_total = f"{counted} of {total:,} ({done / total:.1%})" if total else ""
+        return f"finished, {counted(run.step, 'step')}"
+    count_as = "" if done == run.step else f", which count as {done:,.0f}"  # AdaScale
+    of_total = f"{count_as} of {total:,} ({done / total:.1%})" if total else ""
     age = format_seconds(max(0.0, time.time() - run.records[-1].get("time", 0.0)))
     return f"at step {run.step:,}{of_total}, last record {age} ago"
 

@@ -18,6 +18,7 @@ from maxlp.run.experiment import make_data
 from maxlp.run.settings import Machine, Settings
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime.distributed import print_primary
+from maxlp.runtime.messages import counted
 
 
 def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int, mesh: Mesh) -> State:
@@ -52,7 +53,7 @@ def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int,
         used = 0
         for batch, _ in device_batches(iter(data), mesh, limit=sequences):
             state, used = observe(params, state, batch), used + 1
-    print_primary(f"measured the gated products on {used} sequence{'s' * (used > 1)} of validation data")
+    print_primary(f"measured the gated products on {counted(used, 'sequence')} of validation data")
     return folded(params, state, paths)
 
 

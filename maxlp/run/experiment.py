@@ -32,6 +32,7 @@ from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
 from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
+from maxlp.runtime.messages import counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +247,7 @@ def describe(e: Experiment, state: State) -> str:
         f"{s.model.dtype}, attention by {s.model.attention}",
         f"mesh: {sharding.describe(e.mesh.shape)} ({e.mesh.size} × {e.mesh.devices.flat[0].device_kind})",
         f"memory per device: {_memory(s, state)}",
-        f"batch: {family.describe_batch(s.data)}; {at_most}{s.train.total_steps:,} steps = "
+        f"batch: {family.describe_batch(s.data)}; {at_most}{counted(s.train.total_steps, 'step')} = "
         f"{s.train.total_steps * units:,} {family.unit}",
         f"work: {full:.3g} FLOPs per {family.unit[:-1]} ({causal:.3g} with causal attention)",
     ]
@@ -254,7 +255,7 @@ def describe(e: Experiment, state: State) -> str:
     if warmup != s.optimizer.warmup_steps:
         lines.append(
             f"warning: optimizer.warmup_steps={s.optimizer.warmup_steps} is not below "
-            f"train.total_steps={s.train.total_steps}; the warm-up takes {warmup} step{'s' * (warmup != 1)}"
+            f"train.total_steps={s.train.total_steps}; the warm-up takes {counted(warmup, 'step')}"
         )
     if s.model.param_dtype == "bfloat16" and s.optimizer.param_rounding is None and s.train.lora is None:
         lines.append(

@@ -16,7 +16,7 @@ from maxlp.core.gradients import Batch
 from maxlp.core.local_steps import LocalState
 from maxlp.core.train_state import State, abstract_state
 from maxlp.monitoring import rollback
-from maxlp.monitoring.run_record import counted, load_run
+from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spike_records import read_record
 from maxlp.monitoring.watch import checkpoint_before
 from maxlp.parallel.batches import device_batches
@@ -26,6 +26,7 @@ from maxlp.run.experiment import Experiment, make_data, resolve_settings
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer, saved_tokenizer
 from maxlp.runtime import checkpoint
+from maxlp.runtime.messages import counted
 
 
 class Opened(NamedTuple):
@@ -142,7 +143,8 @@ def _check_step(workdir: Path, step: int | None) -> None:
     run = load_run(workdir)
     last = max([run.step, *(saved.step for saved in run.checkpoints if saved.status == "complete")])
     if step is not None and step > last + 1 and not read_record(workdir, step):
-        raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {last} steps")
+        taken = counted(last, "step")
+        raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {taken}")
 
 
 def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:

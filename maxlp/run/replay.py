@@ -19,7 +19,6 @@ import numpy as np
 
 from maxlp.core.train_state import State
 from maxlp.monitoring import statistics
-from maxlp.monitoring.run_record import counted
 from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.parallel.batches import device_batches
@@ -27,6 +26,7 @@ from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import late_phase, run_dir
 from maxlp.run.reopen import opened
 from maxlp.run.settings import Settings, read
+from maxlp.runtime.messages import counted
 
 PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
 SHOWN_TENSORS = 3  # per step

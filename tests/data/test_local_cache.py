@@ -39,7 +39,7 @@ def test_compressed_lines_are_read_in_any_order(server, cache, kind, place, capf
     assert source.where(3) == f"{name}:4" and source.reader.paths() == [str(name)]
     make_source(spec, "train")
     told = [line for line in capfd.readouterr().err.splitlines() if "decompressing" in line]
-    assert told == [f"decompressing 1 files ({path.stat().st_size / 1e6:.1f} MB) into {cache}"], "once"
+    assert told == [f"decompressing 1 file ({path.stat().st_size / 1e6:.1f} MB) into {cache}"], "once"
 
 
 @pytest.mark.parametrize("kind", [".gz", ".zst"])

@@ -377,14 +377,14 @@ def test_empty_documents_are_left_out_of_raw_data_as_of_prepared(tmp_path, packi
 
 
 def test_empty_files_are_refused_at_the_start(tmp_path):
-    with pytest.raises(ValueError, match=r"all 3 documents of split 'all' are empty$"):
+    with pytest.raises(ValueError, match=r"no text in 3 documents of split 'all'$"):
         text_files(tmp_path / "a", ["", " ", "\n\n"])
     text_files(tmp_path / "a", ["", "", "x"])
 
 
 def test_the_error_for_empty_validation_documents_names_the_split(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["x", ""] * 5)
-    found = r"validation=0.5': all 5 documents of split 'validation' are empty; change \?split=$"
+    found = r"validation=0.5': no text in 5 documents of split 'validation'; change \?split=$"
     with pytest.raises(ValueError, match=found):
         sources.make_source(f"jsonl:{path}?validation=0.5", "validation")
 

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from maxlp.monitoring.run_record import counted, load_run, tail
+from maxlp.monitoring.run_record import load_run, tail
 from maxlp.monitoring.sections import loss_lines
 from maxlp.monitoring.spikes import SpikeConfig
 
@@ -90,8 +90,3 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
 def test_the_tail_is_a_tenth_and_at_most_ten(records, used):
     losses = np.arange(records)
     assert tail(losses).tolist() == losses[-used:].tolist()
-
-
-def test_counted_nouns():
-    assert [counted(n, "spike") for n in (0, 1, 2)] == ["0 spikes", "1 spike", "2 spikes"]
-    assert counted(2, "process", "processes") == "2 processes"
