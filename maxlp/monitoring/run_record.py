@@ -23,7 +23,8 @@ _NUMBERS = {  # those that a report computes with, by section of the config
     "spikes": (),
 }
 _CONFIG = {name: (dict.fromkeys(keys, (int, _NONE)), _NONE) for name, keys in _NUMBERS.items()}
-_START = dict.fromkeys(("step", "num_params", "units_per_step", "num_processes"), (int, _NONE))
+_COUNTS = ("step", "num_params", "units_per_step", "num_devices", "num_processes")
+_START = dict.fromkeys(_COUNTS, (int, _NONE)) | dict.fromkeys(("command", "git"), (str, _NONE))
 _START |= {"versions": (dict, _NONE)}
 
 
@@ -49,8 +50,9 @@ class Run:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """Every start of the run in order, including resumes."""
-        return self.info.get("starts", [])
+        """Every start of the run in order, including resumes, without what is null."""
+        starts = self.info.get("starts", [])
+        return [{key: value for key, value in start.items() if value is not None} for start in starts]
 
     @property
     def num_params(self) -> int | None:
@@ -118,7 +120,12 @@ class Run:
         known = {field.name for field in dataclasses.fields(SpikeConfig)}
         values = self.config.get("spikes", {})
         # None is the default, as in `config.bind`.
-        return SpikeConfig(**{k: v for k, v in values.items() if k in known and v is not None})
+        given = {key: value for key, value in values.items() if key in known and value is not None}
+        try:
+            return SpikeConfig(**given)
+        except ValueError as error:
+            path = self.workdir / "config.json"
+            raise ValueError(f"{path} is damaged (spikes.{error}); put back a good copy") from None
 
     @property
     def spikes(self) -> list[Spike]:

@@ -187,7 +187,8 @@ def check_checkpoints(workdir: Path) -> None:
       ValueError: run.json records a checkpoint, and there is none.
     """
     record, directory = _read_record(workdir), workdir / "checkpoints"
-    last = max([record.get("last_checkpoint", 0), *(start.get("step", 0) for start in record["starts"])])
+    steps = [record.get("last_checkpoint"), *(start.get("step") for start in record["starts"])]
+    last = max(step or 0 for step in steps)
     if last and not any(info.status in ("complete", "damaged") for info in list_steps(directory)):
         raise ValueError(
             f"{directory} holds no checkpoint, but the run had saved step {last}: put the checkpoints back "

@@ -97,7 +97,8 @@ def test_the_legend_is_off_the_data_and_tells_the_validation_sets_apart(tmp_path
 def test_the_title_counts_what_was_seen_with_every_batch_size(tmp_path):
     write_run(tmp_path)
     run = load_run(tmp_path)
-    run.starts[0]["units_per_step"], run.starts[1]["units_per_step"] = 1000, 10_000
+    for start, units in zip(run.info["starts"], (1000, 10_000), strict=True):
+        start["units_per_step"] = units
     assert run.units_seen == 200 * 1000 + (run.step - 200) * 10_000
     assert curves._subtitle(run).endswith(f"{run.units_seen / 1e6:,.4g} M tokens")
 

@@ -56,6 +56,12 @@ def test_the_spike_config_ignores_unknown_keys(tmp_path):
     assert load_run(tmp_path).spike_config == SpikeConfig(threshold=5.0, statistics=False)
 
 
+def test_a_spike_config_with_a_wrong_value_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"spikes": {"window": "x"}}))
+    with pytest.raises(ValueError, match=r"config.json is damaged \(spikes.window='x' is of type str"):
+        _ = load_run(tmp_path).spike_config
+
+
 def test_a_series_holds_the_records_that_have_it(tmp_path):
     records = [{"step": 1, "a": 0.5}, {"step": 2, "b": 1}, {"step": 3, "a": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))

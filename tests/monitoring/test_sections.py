@@ -80,6 +80,16 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
+def test_what_is_null_in_a_start_counts_as_missing(tmp_path):
+    write_run(tmp_path, steps=20)
+    info = json.loads((tmp_path / "run.json").read_text())
+    texts = []
+    for value in ({}, dict.fromkeys(info["starts"][0])):
+        (tmp_path / "run.json").write_text(json.dumps({"starts": [value]}))
+        texts.append(shown(tmp_path))
+    assert texts[0] == texts[1] and texts[0]["Run"]["command"] == "?"
+
+
 def test_a_run_whose_data_has_ended_is_finished_until_it_goes_on(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
     records = [{"step": 27, "train/loss": 1.0}, {"step": 27, "eval_full/loss": 1.0}]

@@ -1,5 +1,6 @@
 """The files of a run beside its checkpoints: what a start finds there, and what it makes of damage."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def test_a_run_of_an_earlier_version_that_had_resumed_is_known_to_have_had_a_che
     started(tmp_path, 4)
     with pytest.raises(ValueError, match="had saved step 4"):
         run_dir.check_checkpoints(tmp_path)
+
+
+def test_a_step_that_is_null_in_the_record_of_a_run_counts_as_missing(tmp_path):
+    for last in (None, 4):
+        record = {"starts": [{"step": None}], "last_checkpoint": last}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        with pytest.raises(ValueError, match="had saved step 4") if last else contextlib.nullcontext():
+            run_dir.check_checkpoints(tmp_path)
 
 
 def continues(workdir, c) -> bool:

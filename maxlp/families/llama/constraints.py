@@ -8,9 +8,10 @@ def positions_within_range(s: Settings, machine: Machine) -> str | None:
     """Positions stay below max_seq_len, the range of the rotary embedding."""
     if s.data.seq_len <= s.model.max_seq_len:
         return None
+    longest = s.model.max_seq_len
     return (
-        f"data.seq_len={s.data.seq_len} is above model.max_seq_len={s.model.max_seq_len}, the range of the "
-        "rotary embedding; change one of them"
+        f"data.seq_len={s.data.seq_len} is above model.max_seq_len={longest}, the range of the rotary "
+        f"embedding; set config.data.seq_len={longest} or less, or raise config.model.max_seq_len"
     )
 
 
