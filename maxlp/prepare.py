@@ -102,7 +102,8 @@ def prepare_text(
     if train_tokenizer:
         from maxlp.data.tokenizers.training import sample_texts, train_bpe
 
-        encoder = train_bpe(sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0), train_tokenizer)
+        texts = sample_texts(documents, TOKENIZER_SAMPLE_BYTES, seed=0)
+        encoder = train_bpe(texts, train_tokenizer, setting="--train_tokenizer=")
     make_record: Any = functools.partial(_text_record, encoder=encoder)
     dtype = encoder and _token_dtype(encoder)
     if "messages" in documents[0]:

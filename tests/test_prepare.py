@@ -167,6 +167,12 @@ def test_a_file_as_output_is_refused_before_a_tokenizer_is_trained(corpus):
         prepare_text(corpus, output, train_tokenizer=2**20, overwrite=True)  # too many ids for it
 
 
+def test_a_tokenizer_of_more_tokens_than_the_text_has_names_the_flag(tmp_path):
+    (tmp_path / "a.txt").write_text("aab aab")
+    with pytest.raises(ValueError, match=r"gave only 262 tokens; set --train_tokenizer=262, or"):
+        prepare_text(f"text:{tmp_path}/a.txt", str(tmp_path / "out"), train_tokenizer=5000)
+
+
 def test_a_new_tokenizer_does_not_take_over_the_chat_template_of_the_old_one(corpus, tmp_path):
     old, new = (
         write_tokenizer(tmp_path / name, template) for name, template in (("old", CHATML), ("new", None))

@@ -62,8 +62,9 @@ def _make(s: Settings) -> Tokenizer:
 
         with of_key("config.data.source"):
             texts = s.family.tokenizer_texts(s.data, s.train.seed)
+        size, ends = int(spec.removeprefix("bpe:")), not s.family.generates_text
         try:
-            made = train_bpe(texts, int(spec.removeprefix("bpe:")), ends=not s.family.generates_text)
+            made = train_bpe(texts, size, ends, setting="config.data.tokenizer=bpe:")
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
     else:

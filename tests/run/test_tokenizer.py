@@ -62,7 +62,7 @@ def test_what_cannot_be_opened_is_refused_by_its_key(tmp_path, values, key):
 
 def test_a_learned_tokenizer_of_a_wrong_size_is_refused_by_its_key(tmp_path):
     source = corpus(tmp_path / "text", "abab " * 9)
-    for size, words in ((20, "259"), (1000, "gave only 26[0-9] tokens; write bpe:26")):
+    for size, words in ((20, "259"), (1000, "gave only 26[0-9] tokens; set config.data.tokenizer=bpe:26")):
         with pytest.raises(ConfigError, match=rf"^config.data.tokenizer=bpe:{size}: .*{words}"):
             prepare_tokenizer(settings(f"bpe:{size}", source=source), tmp_path)
 

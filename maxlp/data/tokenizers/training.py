@@ -65,7 +65,9 @@ def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterato
         indices, start, stop = longer, stop, 3 * stop  # tripled, so that long documents take few passes
 
 
-def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False) -> Tokenizer:
+def train_bpe(
+    texts: Iterable[str | bytes], vocab_size: int, ends: bool = False, setting: str = "vocab_size="
+) -> Tokenizer:
     """Trains a lossless byte-level BPE; its `files` hold the `tokenizer.json`.
 
     The three `SPECIALS` get the ids 0, 1, 2 and the bytes the next 256. The same texts in the same
@@ -75,6 +77,7 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False)
       texts: documents.
       vocab_size: number of ids, including special tokens and bytes.
       ends: whether other libraries add the end token to a text, besides the beginning token.
+      setting: what the user writes before the number, for messages.
 
     Raises:
       ValueError: `vocab_size` is too small, or the texts are too few to learn that many tokens.
@@ -83,8 +86,8 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False)
     smallest = len(alphabet) + len(SPECIALS)
     if vocab_size < smallest:
         raise ValueError(
-            f"a BPE of {vocab_size} tokens has no room for the {smallest} bytes and special tokens; write "
-            f"bpe:{smallest} (--train_tokenizer={smallest}) or more"
+            f"a BPE of {vocab_size} tokens has no room for the {smallest} bytes and special tokens; set "
+            f"{setting}{smallest} or more"
         )
     tok = tokenizers.Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
@@ -108,8 +111,8 @@ def train_bpe(texts: Iterable[str | bytes], vocab_size: int, ends: bool = False)
     learned = tok.get_vocab_size()
     if learned != vocab_size:
         raise ValueError(
-            f"a BPE of {vocab_size} tokens was requested, but the texts gave only {learned} tokens;"
-            f" write bpe:{learned} (--train_tokenizer={learned}) or train on more text"
+            f"a BPE of {vocab_size} tokens was requested, but the texts gave only {learned} tokens; set "
+            f"{setting}{learned}, or train on more text"
         )
     return HuggingFaceTokenizer(tok.to_str().encode(), SpecialNames())
 
