@@ -28,17 +28,21 @@ def main() -> None:
     parser.add_argument("--presets", nargs="*", default=PRESETS, choices=KNOWN, metavar="PRESET")
     parser.add_argument("--machines", nargs="*", default=MACHINES)
     args = parser.parse_args()
+    try:
+        machines = [topologies.parse(name) for name in args.machines]
+    except ValueError as error:
+        parser.error(f"--machines: {error}")
     topologies.compile_without_devices()
     print("| preset | machine | | per second | GiB | settings | s | CPU s |\n" + "|---" * 8 + "|")
     slowest, slowest_cpu = 0.0, 0.0
     for preset in args.presets:
         s = read(with_placeholder_data(load_file(preset)))
-        for machine in args.machines:
+        for machine in machines:
             start, cpu_start = time.perf_counter(), time.process_time()
-            found = search.find(s, topologies.parse(machine))
+            found = search.find(s, machine)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
             slowest, slowest_cpu = max(slowest, seconds), max(slowest_cpu, cpu)
-            print(f"| {preset} | {machine} | {row(found)} | {seconds:.1f} | {cpu:.1f} |", flush=True)
+            print(f"| {preset} | {machine.name} | {row(found)} | {seconds:.1f} | {cpu:.1f} |", flush=True)
     # On a machine that does other work too, the CPU time is what the search takes alone: it is one thread.
     print(f"\nslowest search: {slowest:.1f} s, {slowest_cpu:.1f} s of CPU time")
 

@@ -131,6 +131,7 @@ def test_files_named_exist(path):
         ("passes", ["--recipes=fp9;fp8_current"]),
         ("committed_plans", ["--only", "8b"]),
         ("plan_search", ["--presets", "llama/9b"]),
+        ("plan_search", ["--machines", "h101:1x1"]),
         ("compare_llama", ["--heads=8"]),
     ],
 )
