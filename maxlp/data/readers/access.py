@@ -35,7 +35,7 @@ def uncompressed(paths: Sequence[str]) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a{00..02}{x,y}` → a00x, a00y, a01x …"""
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …; a leading zero pads all numbers of a range, as in bash."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if not match:
         return [pattern]
@@ -43,7 +43,8 @@ def expand_braces(pattern: str) -> list[str]:
     if bounds:
         if int(bounds[1]) > int(bounds[2]):
             raise ValueError(f"the range {match[0]} is empty; write {{{bounds[2]}..{bounds[1]}}}")
-        width = len(bounds[1]) if len(bounds[1]) == len(bounds[2]) or bounds[1][0] == "0" else 0
+        padded = any(len(bound) > 1 and bound[0] == "0" for bound in bounds.groups())
+        width = max(map(len, bounds.groups())) if padded else 0
         middles = [f"{number:0{width}d}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
     else:
         middles = match[1].split(",")
