@@ -12,8 +12,9 @@ uses one of three combinations:
     both         excluded characters in excluded faces
 
 An epoch goes over the characters and draws each in a random one of its faces, so that no caption
-occurs twice. Of characters that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only
-the first is used, because no image could distinguish their names.
+occurs twice. A linear probe is fitted to each training character in each of its faces. Of characters
+that look the same in all faces (Latin A, Greek Alpha, Cyrillic A), only the first is used, because no
+image could distinguish their names.
 
 In training, a glyph is slightly rotated, sheared, scaled and shifted, and drawn with dark ink on
 light paper, both of random colour. In validation it is black on white, upright and centred.
@@ -77,6 +78,7 @@ class Glyphs:
         self,
         split: str,
         image_size: int,
+        each_face: bool = False,
         *,
         characters: str = "latin",
         validation: str = "faces",
@@ -89,6 +91,7 @@ class Glyphs:
         Args:
           split: "train" or "validation".
           image_size: side of the images in pixels.
+          each_face: whether each face of a training character is an example, as it is in validation.
           characters: a key of `CHARACTERS`.
           validation: what the validation split consists of: "faces", "characters" or "both", see the
             top of the file. Training is the same for all three.
@@ -130,9 +133,9 @@ class Glyphs:
             for character in chosen
             if (captions[character] in excluded_captions) == new_characters
         }
-        # A row is a character with all its faces in training, and with a single face in validation.
+        # A row is a character with all its faces, of which training draws one, or with a single face.
         self._rows = [(character, own) for character, own in drawn.items() if own]
-        if not is_train:
+        if each_face or not is_train:
             self._rows = [(character, (face,)) for character, own in self._rows for face in own]
         if not self._rows:
             raise ValueError(

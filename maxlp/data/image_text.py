@@ -145,7 +145,8 @@ def make_data(
     key = "validation_source" if split == "validation" and config.validation_source else "source"
     spec = getattr(config, key)
     with of_key(f"data.{key}"):
-        opened = _open(parse_spec(spec, split, "image_text"), config.image_size)
+        parsed = parse_spec(spec, split, "image_text")
+        opened = _open(parsed, config.image_size, each_face=split == "validation")
     examples = EncodedExamples(opened, config, preprocessing) if isinstance(opened, Source) else opened
     if split == "validation" and config.classes and isinstance(opened, Source):
         _check_labels(opened, config.classes, examples.classes)
@@ -527,13 +528,13 @@ class Examples(Protocol):
         ...
 
 
-def _open(spec: Spec, image_size: int) -> Examples | Source:
+def _open(spec: Spec, image_size: int, each_face: bool = False) -> Examples | Source:
     if spec.kind != "glyphs":
         return open_source(spec)
     from maxlp.data.glyphs import Glyphs
 
     try:
-        return Glyphs(spec.split, image_size, **spec.options)
+        return Glyphs(spec.split, image_size, each_face, **spec.options)
     except ValueError as error:
         raise ValueError(f"source {spec.text!r}: {error}") from None
 

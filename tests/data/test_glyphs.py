@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from maxlp.data import glyphs
 from maxlp.data.glyphs import Glyphs
+from maxlp.data.image_text import ImageTextDataConfig, make_data
 
 EXCLUDED = glyphs.VALIDATION_FACES
 
@@ -109,6 +110,16 @@ def test_glyphs_are_whole_and_legible():
             assert not border.any(), (face, glyphs.caption_of(character))
         image = train.example(index, rng(index)).image.astype(float).mean(-1)
         assert np.percentile(image, 95) - image.min() > 30
+
+
+def test_training_characters_without_augmentation_come_in_each_of_their_faces():
+    """As a linear probe reads them."""
+    train, each = Glyphs("train", 16), Glyphs("train", 16, each_face=True)
+    assert each._rows == [(character, (face,)) for character, faces in train._rows for face in faces]
+    sizes = dict(image_size=16, text_len=8, batch_size=64)
+    config = ImageTextDataConfig(source="glyphs?split=train", tokenizer="bytes", **sizes)
+    assert make_data(config, split="train").steps_per_epoch == len(train) // 64
+    assert make_data(config, split="validation").describe() == f"{len(each):,} examples"
 
 
 def test_augmentation_depends_on_the_generator_alone():
