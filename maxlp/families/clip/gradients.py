@@ -11,7 +11,6 @@ The result is the gradient of the whole batch, with the activations of one micro
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,7 @@ def batch_loss(config: ContrastiveConfig, seed: int = 0) -> gradients.Loss:
     """
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
-        features = _encode(model, batch, _dropout_key(seed, step, 0))
-        return _mean_loss(model, features, config)
+        return _mean_loss(model, _encode(model, _with_draws(model, batch, seed, step)), config)
 
     return loss
 
@@ -46,7 +44,7 @@ def loss_gradients(
     """The gradients of `batch_loss`.
 
     Args:
-      seed: determines which patches are dropped; each microbatch draws differently.
+      seed: determines which patches are dropped.
       microbatches: divides the rows of the batch.
       measure_noise: refused by the family's rules.
     """
@@ -56,12 +54,20 @@ def loss_gradients(
     return functools.partial(_cached_gradients, config=config, seed=seed, microbatches=microbatches)
 
 
-def _encode(model: nnx.Module, batch: Batch, dropout_key: jax.Array) -> Features:
-    return model.encode_image(batch["image"], dropout_key), model.encode_text(batch["text"])
+def _encode(model: nnx.Module, batch: Batch) -> Features:
+    return model.encode_image(batch["image"], batch.get("draws")), model.encode_text(batch["text"])
 
 
-def _dropout_key(seed: int, step: jax.Array, microbatch: Any) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), microbatch)
+def _with_draws(model: nnx.Module, batch: Batch, seed: int, step: jax.Array) -> Batch:
+    """The batch with random numbers by which `vit.drop_patches` chooses, if the model drops patches.
+
+    Those of the whole batch are drawn at once, so that its microbatches drop the same patches.
+    """
+    visual = model.config.visual
+    if not visual.patch_dropout:
+        return batch
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), 0)
+    return batch | {"draws": jax.random.uniform(key, (len(batch["image"]), visual.num_patches))}
 
 
 def _mean_loss(
@@ -87,11 +93,11 @@ def _cached_gradients(
     """A `core.gradients.Gradients`; see the top of the file."""
     params = state["params"]
     forward, backward = split_model_state(graphdef, state)
+    batch = _with_draws(nnx.merge(graphdef, params, forward, backward), batch, seed, state["step"])
 
-    def encode(params: dict, backward: dict, part: Batch, index: jax.Array) -> tuple[Features, dict]:
+    def encode(params: dict, backward: dict, part: Batch) -> tuple[Features, dict]:
         model = nnx.merge(graphdef, params, forward, backward)
-        features = _encode(model, part, _dropout_key(seed, state["step"], index))
-        return features, forward_state(model)
+        return _encode(model, part), forward_state(model)
 
     def loss(params: dict, features: Features) -> tuple[jax.Array, Metrics]:
         value, metrics = _mean_loss(nnx.merge(graphdef, params, forward, backward), features, config)
@@ -101,15 +107,15 @@ def _cached_gradients(
         part, feature_grads = part_and_gradients
 
         def product(params: dict, backward: dict) -> tuple[jax.Array, dict]:
-            features, new_forward = encode(params, backward, *part)
+            features, new_forward = encode(params, backward, part)
             return jnp.asarray(optax.tree.vdot(features, feature_grads)), new_forward
 
         both = jax.grad(product, argnums=(0, 1), has_aux=True)
         (grads, new_backward), new_forward = both(params, backward)
         return grads, join_trees(new_forward, new_backward)
 
-    parts = gradients.split_batch(batch, microbatches), jnp.arange(microbatches)
-    features = jax.lax.map(lambda part: encode(params, backward, *part)[0], parts)
+    parts = gradients.split_batch(batch, microbatches)
+    features = jax.lax.map(lambda part: encode(params, backward, part)[0], parts)
     loss_grads = jax.grad(loss, argnums=(0, 1), has_aux=True)
     (head_grads, feature_grads), metrics = loss_grads(params, jax.tree.map(gradients.join_batch, features))
     feature_grads = gradients.split_batch(feature_grads, microbatches)

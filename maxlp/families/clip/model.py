@@ -211,19 +211,19 @@ class CLIP(nnx.Module):
             None if c.logit_bias is None else layers.param(jnp.asarray(c.logit_bias, param_dtype), ())
         )
 
-    def encode_image(self, image_BHWC: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+    def encode_image(self, image_BHWC: jax.Array, draws_BP: jax.Array | None = None) -> jax.Array:
         """float32 unit vectors (B, E).
 
         Args:
           image_BHWC: uint8 pixels, or floats that are normalized already.
-          dropout_key: draws the patches to leave out; None keeps all.
+          draws_BP: a random number for each patch, see `vit.drop_patches`; None keeps all patches.
         """
         if image_BHWC.dtype == jnp.uint8:
             statistics = (self.config.image_mean, self.config.image_std)
             mean, std = (layers.over_last_dim(jnp.asarray(s), image_BHWC) for s in statistics)
             image_BHWC = (image_BHWC.astype(jnp.float32) / 255 - mean) / std
         with jax.named_scope("visual"):
-            return normalize(self.visual(image_BHWC, dropout_key))
+            return normalize(self.visual(image_BHWC, draws_BP))
 
     def encode_text(self, text_BS: jax.Array) -> jax.Array:
         """float32 unit vectors (B, E) of int32 token ids; S may be less than ``max_len``."""

@@ -113,8 +113,8 @@ class ImageTower(nnx.Module):
             else None
         )
 
-    def __call__(self, image_BHWC: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
-        """float32 features (B, E) of float images; without a key no patch is dropped."""
+    def __call__(self, image_BHWC: jax.Array, draws_BP: jax.Array | None = None) -> jax.Array:
+        """float32 features (B, E) of float images; without draws no patch is dropped."""
         size = self.config.image_size
         if image_BHWC.shape[1:] != (size, size, 3):
             raise ValueError(
@@ -122,7 +122,7 @@ class ImageTower(nnx.Module):
                 f"model.visual.image_size={size} with 3 channels"
             )
         with jax.named_scope("patches"):
-            x_BSD = self.embed(image_BHWC, dropout_key)
+            x_BSD = self.embed(image_BHWC, draws_BP)
         x_BSD = self.encoder.run(self.layers, x_BSD)
         with jax.named_scope("pool"):
             x_BD = self.pool(x_BSD)
@@ -130,7 +130,7 @@ class ImageTower(nnx.Module):
                 x_BD = self.proj(x_BD, preferred_element_type=jnp.float32)
         return x_BD.astype(jnp.float32)
 
-    def embed(self, image_BHWC: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+    def embed(self, image_BHWC: jax.Array, draws_BP: jax.Array | None) -> jax.Array:
         """The input of the blocks x_BSD."""
         c = self.config
         x_BSD = self.patch_embed(patches(image_BHWC, c.patch_size))
@@ -139,8 +139,8 @@ class ImageTower(nnx.Module):
             class_B1D = jnp.broadcast_to(class_B1D, (x_BSD.shape[0], 1, x_BSD.shape[2])).astype(x_BSD.dtype)
             x_BSD = jnp.concatenate([class_B1D, x_BSD], axis=1)
         x_BSD = layers.add_parameter(x_BSD, self.pos_embed[...])
-        if c.patch_dropout and dropout_key is not None:
-            x_BSD = drop_patches(x_BSD, c.patch_dropout, dropout_key, first=c.class_tokens)
+        if c.patch_dropout and draws_BP is not None:
+            x_BSD = drop_patches(x_BSD, c.patch_dropout, draws_BP, first=c.class_tokens)
         return x_BSD if self.pre_norm is None else self.pre_norm(x_BSD)
 
     def pool(self, x_BSD: jax.Array) -> jax.Array:
@@ -186,18 +186,16 @@ def num_kept(num_patches: int, rate: float) -> int:
     return max(1, int(num_patches * (1 - rate)))
 
 
-def drop_patches(x_BSD: jax.Array, rate: float, key: jax.Array, first: int) -> jax.Array:
+def drop_patches(x_BSD: jax.Array, rate: float, draws_BP: jax.Array, first: int) -> jax.Array:
     """Drops random patches of each image, without rescaling the others (FLIP, arXiv:2212.00794).
-
-    Each image of the global batch draws independently, and the same on every mesh.
 
     Args:
       rate: the fraction to drop, see `num_kept`.
+      draws_BP: an independent random number for each patch; those with the largest are kept.
       first: number of tokens at the start that are not patches and are kept.
     """
-    B, S, _ = x_BSD.shape
-    draws_BP = constrain(jax.random.uniform(key, (B, S - first)), "batch", "seq")
-    _, index_BP = jax.lax.top_k(draws_BP, num_kept(S - first, rate))
+    kept = num_kept(x_BSD.shape[1] - first, rate)
+    _, index_BP = jax.lax.top_k(constrain(draws_BP, "batch", "seq"), kept)
     x_BPD = jnp.take_along_axis(x_BSD[:, first:], index_BP[:, :, None], axis=1)
     return jnp.concatenate([x_BSD[:, :first], x_BPD], axis=1)
 

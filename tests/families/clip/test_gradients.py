@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -128,23 +129,18 @@ def test_patches_to_drop_depend_on_the_step_and_the_seed():
     assert losses(1)[1] == values[-1]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("drops", [True, False])
-def test_equal_microbatches_drop_different_patches(drops):
-    """If they drop the same, each pair occurs twice, which adds log 2 to the loss of one microbatch."""
-    config = ContrastiveConfig(kind="softmax", method="plain")
-    model = CLIP(tiny_clip() if drops else tiny_clip(visual=NO_DROPOUT), rngs=nnx.Rngs(0))
-    graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
-    state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state), "step": 0}
+def test_each_image_drops_patches_of_its_own():
+    """The loss of equal pairs is log B exactly if the same patches are dropped."""
+    config, model = ContrastiveConfig(kind="softmax", method="plain"), CLIP(tiny_clip(), rngs=nnx.Rngs(0))
+    equal = {key: np.repeat(value[:1], ROWS, axis=0) for key, value in make_batch(ROWS).items()}
+    assert abs(batch_loss(config)(model, equal, jnp.int32(0))[0] - math.log(ROWS)) > 1e-3
 
-    def loss(batch, microbatches):
-        gradients = loss_gradients(config, 0, microbatches)
-        return jax.jit(functools.partial(gradients, graphdef))(state, batch, None)[2]["loss"]
 
-    batch = make_batch()
-    twice = jax.tree.map(lambda x: np.repeat(x, 2, axis=0), batch)  # rows of a microbatch are every second
-    excess = abs(loss(twice, 2) - loss(batch, 1) - math.log(2))
-    assert excess > 1e-3 if drops else excess < 1e-5
+@pytest.mark.parametrize("axes", [dict(fsdp=1), ALL_AXES])
+def test_microbatches_drop_the_patches_of_the_whole_batch(axes):
+    config = tiny_clip()
+    assert config.visual.patch_dropout
+    assert_same(run(config, axes=axes, microbatches=2), run(config))
 
 
 # --- low precision --------------------------------------------------------------------------------------

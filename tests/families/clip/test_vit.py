@@ -29,24 +29,25 @@ def test_patches_equal_those_of_a_strided_convolution():
 def test_patch_dropout_keeps_a_random_half_of_the_patches_and_the_class_token():
     rng = np.random.default_rng(0)
     x_BSD = jnp.asarray(rng.standard_normal((64, 17, 2)), jnp.float32)
-    kept = vit.drop_patches(x_BSD, 0.5, jax.random.key(1), first=1)
+    kept = vit.drop_patches(x_BSD, 0.5, jax.random.uniform(jax.random.key(1), (64, 16)), first=1)
     assert kept.shape == (64, 9, 2)
     np.testing.assert_array_equal(kept[:, 0], x_BSD[:, 0])
     came_from = (kept[:, 1:, None] == x_BSD[:, None, 1:]).all(-1)
     assert (came_from.sum(-1) == 1).all() and (came_from.sum(1) <= 1).all(), "patches, each at most once"
     fraction = came_from.sum(1).mean(0)
     assert (abs(fraction - 0.5) < 0.25).all(), "every position is kept equally often"
-    assert vit.drop_patches(x_BSD, 0.99, jax.random.key(1), first=0).shape == (64, 1, 2)
+    draws_BP = jax.random.uniform(jax.random.key(1), (64, 17))
+    assert vit.drop_patches(x_BSD, 0.99, draws_BP, first=0).shape == (64, 1, 2)
 
 
 @pytest.mark.full
-def test_patches_are_dropped_only_with_a_key():
-    image = make_batch(2)["image"]
+def test_patches_are_dropped_only_with_draws():
+    image, draws_BP = make_batch(2)["image"], jax.random.uniform(jax.random.key(0), (2, 16))
     without, model = make_clip(visual=dict(patch_dropout=0.0)), make_clip()
     features_BE = encode_image(model, image)
     np.testing.assert_array_equal(features_BE, encode_image(without, image))
-    np.testing.assert_array_equal(features_BE, encode_image(without, image, jax.random.key(0)))
-    assert jnp.abs(encode_image(model, image, jax.random.key(0)) - features_BE).max() > 1e-3
+    np.testing.assert_array_equal(features_BE, encode_image(without, image, draws_BP))
+    assert jnp.abs(encode_image(model, image, draws_BP) - features_BE).max() > 1e-3
 
 
 def test_resizing_interpolates_a_smooth_field_and_keeps_the_class_token():
