@@ -91,7 +91,7 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
         raise ValueError(f"the first argument must be one of {', '.join(TOOLS)}, not {tool!r}")
     if bool(directory) == (f.config is not None):
         raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
-    if not directory and not f.out and not f.record:
+    if not directory and f.out is None and f.record is None:
         raise ValueError("--config needs a folder for the results; add --out=FOLDER")
     if second and tool != "diff":
         raise ValueError(f"{tool} takes one run; leave out {second}")
@@ -101,8 +101,8 @@ def main(tool: str = "", directory: str = "", second: str = "") -> None:
             raise ValueError(f"--{name} is not for {tool}, which takes {own}; leave it out")
     workdir = local_path(directory, "DIR") if directory else None
     c = f.config if workdir is None else late_phase.config_at(workdir, f.step)
-    name, folder = ("--record", f.record) if f.record else ("--out", f.out or f"{directory}/lab")
-    out = local_path(folder, name)
+    name, folder = ("--out", f.out) if f.record is None else ("--record", f.record)
+    out = local_path(f"{directory}/lab" if folder is None else folder, name)
     run_dir.check_writable(out, name)  # before anything is measured
     cpu.configure_client(alone=True)
     if tool == "diff":

@@ -88,9 +88,9 @@ def main() -> int:
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
     """Raises a ValueError, before the plan is made, for an output file that it could not be written to."""
     for name, path in files.items():
-        if path and not Path(path).absolute().parent.is_dir():
+        if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
-        if path and Path(path).is_dir():
+        if path is not None and Path(path).is_dir():  # as "" is
             raise ValueError(f"--{name}={path} is a folder; give the name of a file")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; omit --estimate_only")

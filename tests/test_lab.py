@@ -81,6 +81,12 @@ def test_recording_has_no_results_of_a_comparison(tmp_path):
     assert done.returncode == 2 and "--record compares nothing, and writes to FOLDER; leave" in done.stderr
 
 
+def test_an_empty_folder_for_the_results_is_refused():
+    words = ["attribute", "--config=llama/debug:precision=fp8_current", "--out="]
+    done = subprocess.run([sys.executable, "-m", "maxlp.lab", *words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --out= is empty (an unset shell")
+
+
 @pytest.mark.parametrize("tool, flag", [("attribute", "--out"), ("diff", "--record")])
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path, tool, flag):
     (tmp_path / "file").touch()

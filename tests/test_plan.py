@@ -275,6 +275,8 @@ def test_output_files_that_cannot_be_written_are_refused(tmp_path):
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "new" / "x.json", "does not exist")):
         with pytest.raises(ValueError, match=rf"^--json={path}:? .*{message}"):
             plan.check_files({"json": str(path), "hlo": None, "plot": None}, compiles=True)
+    with pytest.raises(ValueError, match=r"^--plot= is a folder; give the name of a file"):
+        plan.check_files({"json": None, "hlo": None, "plot": ""}, compiles=True)
 
 
 def test_the_expected_mfu_counts_exposed_collectives():

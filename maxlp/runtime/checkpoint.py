@@ -421,7 +421,7 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
         bad = verification.list_damaged(root, damaged)
         found = f"{bad}; put back a good copy" if bad else "no step directory"
         if others := root.name.isdigit() and verification.list_numbered(root.parent):
-            found = f"that step is not saved; {', '.join(map(str, others))} are"
+            found = f"that step is not saved; saved: {', '.join(map(str, others))}"
         raise CheckpointError(f"no intact checkpoint in {root}: {found}")
     return root / str(step)
 
