@@ -18,7 +18,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,9 @@ def of_files(paths: Sequence[str]) -> str:
     if commit := COMMIT.search(paths[0]):
         return of_json(names, commit[1])
     if is_url(paths[0]):
-        entries = _in_threads(resolve_name("maxlp.data.remote:stat"), paths)
+        from maxlp.data import remote
+
+        entries = _in_threads(remote.stat, paths)
         return of_json(names, [[entry.size, entry.tag] for entry in entries])
     sizes = _in_threads(os.path.getsize, paths)
     if len(paths) <= WHOLE_FILES and sum(sizes) <= WHOLE_BYTES:

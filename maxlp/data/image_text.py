@@ -19,7 +19,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
-from pkgutil import resolve_name
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import grain
@@ -424,8 +423,9 @@ class ImageTextIterator:
         count = min(config.num_workers, len(chunks) * self._chunk_rows // ROWS_PER_WORKER)
         if not count:
             return iter(chunks.to_iter_dataset(options))
-        parts = [chunks[i::count].to_iter_dataset(options) for i in range(count)]
-        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts)
+        from maxlp.data.in_workers import InWorkers
+
+        made = InWorkers([chunks[i::count].to_iter_dataset(options) for i in range(count)])
         return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=per_step))
 
 

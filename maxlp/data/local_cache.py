@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -154,7 +153,9 @@ def _decompressing(path: str, source: BinaryIO) -> Any:
 def _entry(path: str, what: str) -> Path:
     """Where an entry is, or would be."""
     if is_url(path):
-        found = resolve_name("maxlp.data.remote:stat")(path)
+        from maxlp.data import remote
+
+        found = remote.stat(path)
         return folder() / _hash(path) / _hash(found.size, found.tag) / _hash(what)
     path, found = os.path.abspath(path), os.stat(path)
     return folder() / _hash(path) / _hash(found.st_size, found.st_mtime_ns) / _hash(what)
@@ -165,7 +166,11 @@ def _hash(*values: Any) -> str:
 
 
 def _size(path: str) -> int:
-    return resolve_name("maxlp.data.remote:stat")(path).size if is_url(path) else os.path.getsize(path)
+    if is_url(path):
+        from maxlp.data import remote
+
+        return remote.stat(path).size
+    return os.path.getsize(path)
 
 
 def _remove_leftovers(entry: Path) -> None:

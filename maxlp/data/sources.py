@@ -228,8 +228,10 @@ class Source:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the files; see `data.fingerprint`."""
+        from maxlp.data import fingerprint
+
         try:
-            return resolve_name("maxlp.data.fingerprint:of_files")(self.reader.paths())
+            return fingerprint.of_files(self.reader.paths())
         except LookupError as error:  # of a custom reader; its text is only the key
             raise ValueError(f"source {self.name!r}: paths() fails with {error!r}") from error
 

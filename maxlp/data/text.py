@@ -34,7 +34,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Annotated, Any, NamedTuple
 
 import grain
@@ -144,16 +143,18 @@ def make_data(
     documents: Sequence[Any] = sources
     chats = [_is_conversation(part[0]) for part in sources]
     if any(chats):
-        documents, template = resolve_name("maxlp.data.chat:open_conversations")(
-            sources, chats, tokenizer, config
-        )
+        from maxlp.data.chat import open_conversations
+
+        documents, template = open_conversations(sources, chats, tokenizer, config)
     read = documents
     if split == "validation":
         weights, seed = [1.0], 0
         packing = "first_fit" if any(chats) else "concat"
         config = dataclasses.replace(config, packing=packing, shuffle=False, num_epochs=1, num_workers=0)
         if len(documents) > 1:
-            read = [resolve_name("maxlp.data.interleaved:Interleaved")(documents)]
+            from maxlp.data.interleaved import Interleaved
+
+            read = [Interleaved(documents)]
     made = make_dataset(
         read,
         weights,
@@ -376,7 +377,11 @@ class TextIterator:
         first, workers = self._step // self._plan.steps_per_block, self._dataset.num_workers
         count = min(max(1, workers), len(feeds))
         parts = [_Blocks(self._dataset, self._plan, feeds[i::count], first) for i in range(count)]
-        made = resolve_name("maxlp.data.in_workers:InWorkers")(parts, len(feeds)) if workers else parts[0]
+        made: Any = parts[0]
+        if workers:
+            from maxlp.data.in_workers import InWorkers
+
+            made = InWorkers(parts, len(feeds))
         return iter(grain.experimental.ThreadPrefetchIterDataset(made, prefetch_buffer_size=len(feeds)))
 
 

@@ -13,7 +13,6 @@ from maxlp.monitoring.spike_records import recorded_spikes
 from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
-from maxlp.runtime.messages import counted
 from maxlp.runtime.writers import read_jsonl
 
 _NONE = type(None)

@@ -9,7 +9,6 @@ import glob
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pkgutil import resolve_name
 
 from absl import logging
 
@@ -38,15 +37,18 @@ def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
       ValueError: nothing is found.
     """
     if is_url(pattern):
-        return resolve_name("maxlp.data.remote:find")(pattern, suffix)
+        from maxlp.data import remote
+
+        return remote.find(pattern, suffix)
     pattern = os.path.expanduser(pattern)
     parts = pattern.split(os.sep)[:-1]
     plain = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, parts)
     root = os.sep.join(plain) or (os.sep if pattern.startswith(os.sep) else os.curdir)
     if "{" not in pattern or os.path.exists(pattern):
         return (pattern if os.path.isdir(pattern) else root), _find(pattern, suffix)
-    patterns = resolve_name("maxlp.data.readers.access:expand_braces")(pattern)
-    return root, [path for each in patterns for path in _find(each, suffix)]
+    from maxlp.data.readers.access import expand_braces
+
+    return root, [path for each in expand_braces(pattern) for path in _find(each, suffix)]
 
 
 def _find(pattern: str, suffix: str) -> list[str]:
@@ -92,7 +94,9 @@ def walk(root: str, skip: Sequence[str] = (), above: Sequence[str] = ()) -> Iter
 def read_whole(path: str) -> bytes:
     """The content of a file or URL, decompressed."""
     if is_url(path) or path.endswith(COMPRESSED):
-        return resolve_name("maxlp.data.remote:read_whole")(path)
+        from maxlp.data import remote
+
+        return remote.read_whole(path)
     with open(path, "rb") as file:
         return file.read()
 
@@ -100,7 +104,9 @@ def read_whole(path: str) -> bytes:
 def read_if_there(path: str) -> bytes | None:
     """The bytes of a file or URL as they are; None if there is none."""
     if is_url(path):
-        return resolve_name("maxlp.data.remote:read_if_there")(path)
+        from maxlp.data import remote
+
+        return remote.read_if_there(path)
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as file:

@@ -16,7 +16,6 @@ The manifest records which of them, and is written last: without it a folder is 
 import errno
 import json
 import os
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,11 @@ class ArrayRecord:
         self._folder, self._is_image = folder, content == "image_text"
         self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
         self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
-        # The library reads gs:// itself.
-        in_place = not is_url(folder) or folder.startswith("gs://")
-        files = self._shards if in_place else resolve_name("maxlp.data.local_cache:copies")(self._shards)
+        files = self._shards
+        if is_url(folder) and not folder.startswith("gs://"):  # which the library reads itself
+            from maxlp.data import local_cache
+
+            files = local_cache.copies(files)
         # With the range of records in its name, a shard is not opened only to be counted.
         counts = (each["documents"] for each in manifest["shards"])
         self._records = ArrayRecordDataSource(
@@ -79,7 +80,9 @@ def open_array_record(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens a prepared folder."""
     folder = spec.path.rstrip("/") if is_url(spec.path) else os.path.expanduser(spec.path)
     if is_url(folder):
-        folder = resolve_name("maxlp.data.remote:pinned")(folder)
+        from maxlp.data import remote
+
+        folder = remote.pinned(folder)
     manifest = read_manifest(folder, spec.content)
     tokenizer = manifest["tokenizer"] if manifest.get("kind") == "tokens" else None
     reader = ArrayRecord(folder, spec.content, manifest)
@@ -128,7 +131,9 @@ def read_manifest(folder: str, content: str) -> dict[str, Any]:
 def _sizes(paths: list[str]) -> list[int | None]:
     """Sizes of files or URLs, None for those that are missing."""
     if is_url(paths[0]):
-        return resolve_name("maxlp.data.remote:sizes")(paths)
+        from maxlp.data import remote
+
+        return remote.sizes(paths)
     return [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -82,15 +81,17 @@ def content_of(text_key: str, messages_key: str) -> tuple[str, str, Callable[[An
         return text_key, "text", as_text
     if text_key != "text":
         raise ValueError(f"text_key={text_key} excludes messages_key={messages_key}; give one of them")
-    return messages_key, "messages", resolve_name("maxlp.data.chat:as_messages")
+    from maxlp.data.chat import as_messages
+
+    return messages_key, "messages", as_messages
 
 
 def _line_bounds(path: str) -> np.ndarray:
     """As `_scan_lines`; for a URL the result is kept in the local cache, because the whole file is read."""
     if is_url(path):
-        return np.load(
-            resolve_name("maxlp.data.local_cache:array")(path, "documents", _scan_lines), allow_pickle=False
-        )
+        from maxlp.data import local_cache
+
+        return np.load(local_cache.array(path, "documents", _scan_lines), allow_pickle=False)
     return _scan_lines(path)
 
 

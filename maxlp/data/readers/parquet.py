@@ -7,7 +7,6 @@ groups are kept in the local cache as long as its disk has room, because documen
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 from maxlp.data.readers import find_files, locate, missing
@@ -85,7 +84,9 @@ def _open(path: str) -> Any:
 
 
 def _open_url(url: str) -> Any:
-    return resolve_name("maxlp.data.remote:RangeFile")(url)
+    from maxlp.data.remote import RangeFile
+
+    return RangeFile(url)
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,7 +22,6 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pkgutil import resolve_name
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -162,8 +161,10 @@ def index_tar(path: str, text_type: str, name: str) -> str | np.ndarray:
       ValueError: the tar is truncated, damaged, not a tar or without samples.
     """
     if is_url(path):
+        from maxlp.data import local_cache
+
         scan = functools.partial(scan_tar, text_type=text_type, name=name)
-        return resolve_name("maxlp.data.local_cache:array")(path, f"index of {text_type}", scan)
+        return local_cache.array(path, f"index of {text_type}", scan)
     # The file name contains all that the index depends on, so a stale index is never read.
     stat = os.stat(path)
     stamp = f"{text_type}-{stat.st_size:x}-{stat.st_mtime_ns:x}"

@@ -192,7 +192,9 @@ def _files_beside(path: str, template: str | None) -> dict[str, bytes]:
     """The `COMPANIONS` of a tokenizer; `template` replaces the chat template that is there."""
     beside = {name: read_if_there(os.path.join(os.path.dirname(path), name)) for name in COMPANIONS}
     if template == "plain":
-        beside[CHAT_TEMPLATE] = resolve_name("maxlp.data.chat:PLAIN").encode()
+        from maxlp.data.chat import PLAIN
+
+        beside[CHAT_TEMPLATE] = PLAIN.encode()
     elif template is not None:
         with open(os.path.expanduser(template), "rb") as file:
             beside[CHAT_TEMPLATE] = file.read()
