@@ -31,6 +31,7 @@ from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint
 from maxlp.runtime.safetensors import Tensors, write_tensors
 from tests import training_runs
+from tests.commands import run_command
 from tests.run.fixtures import load
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -247,7 +248,7 @@ def test_8_bits_cost_less_than_a_hundredth_of_a_nat(tmp_path):
     of_evaluation = [flag for flag in training_runs.SMALL if re.match(r"--config(=|\.model|\.data)", flag)]
 
     def loss(run: Path) -> float:
-        done = command("evaluate", f"--workdir={run}", *of_evaluation)
+        done = run_command("evaluate", f"--workdir={run}", *of_evaluation)
         [value] = re.findall(r"^ *loss +([\d.]+)", done.stdout, re.MULTILINE)
         return float(value)
 
@@ -531,22 +532,16 @@ def test_a_failed_export_leaves_an_empty_folder_empty(llama, tmp_path, monkeypat
 # --- the command ----------------------------------------------------------------------------------------
 
 
-def command(module: str, *args: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"maxlp.{module}", *args], capture_output=True, text=True, check=False
-    )
-
-
 def test_the_command(llama, tmp_path):
     source, _ = llama
-    done = command("convert", "import", f"--input={source}", f"--output={tmp_path}/run")
+    done = run_command("convert", "import", f"--input={source}", f"--output={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     assert f"--from={tmp_path}/run" in done.stdout
-    done = command("convert", "export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
+    done = run_command("convert", "export", f"--workdir={tmp_path}/run", f"--output={tmp_path}/out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/out holds config.json, ")
     assert_same_tensors(source, tmp_path / "out")
-    done = command("convert", "export", f"--output={tmp_path}/out2")
+    done = run_command("convert", "export", f"--output={tmp_path}/out2")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: --workdir is missing")
 
@@ -559,7 +554,7 @@ def test_the_command(llama, tmp_path):
     ],
 )
 def test_a_flag_of_the_other_command_is_refused(name, flag, message):
-    done = command("convert", name, flag)
+    done = run_command("convert", name, flag)
     assert done.returncode == 2 and done.stderr == f"error: {message}\n"
 
 
@@ -575,6 +570,6 @@ def test_importing_a_llama_loads_nothing_of_clip(llama, tmp_path):
 
 
 def test_an_import_names_no_data_to_evaluate(llama):
-    done = command("evaluate", f"--workdir={llama[1]}")
+    done = run_command("evaluate", f"--workdir={llama[1]}")
     assert done.returncode == 2
     assert "imported weights and names no data; give --config=FILE, such as --config=llama/" in done.stderr

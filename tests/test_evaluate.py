@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.runtime import files, storage
+from tests.commands import run_command
 from tests.run.fixtures import changed, load
 
 
@@ -134,8 +133,7 @@ def test_imported_weights_need_no_preset_of_their_size(tmp_path):
 
 def test_the_error_for_imported_weights_names_keys_that_exist(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"model": load("debug").model}))
-    command = [sys.executable, "-m", "maxlp.evaluate", f"--workdir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("evaluate", f"--workdir={tmp_path}")
     named = re.fullmatch(r"error: .* names no data; .*--config\.data\.(\w+)='.*'\n", done.stderr)
     assert named and all(named[1] in load("debug", family=each).data for each in ("llama", "clip"))
 
@@ -156,8 +154,7 @@ def test_a_damaged_config_of_a_run_is_not_taken_for_imported_weights():
     ],
 )
 def test_a_flag_without_effect_is_refused(arguments, message, tmp_path):
-    command = [sys.executable, "-m", "maxlp.evaluate", f"--workdir={tmp_path}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("evaluate", f"--workdir={tmp_path}", *arguments)
     assert done.returncode == 2 and f"error: {message}\n" in done.stderr
 
 

@@ -13,6 +13,7 @@ from maxlp.run import attribution, reopen, run_dir, two_runs
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.runtime import manifest
+from tests.commands import run_command
 from tests.monitoring.fixtures import write_run, write_spike
 from tests.run.fixtures import changed, load
 
@@ -69,15 +70,13 @@ def test_recipes_that_do_not_fit(tmp_path):
     ],
 )
 def test_flags_of_another_tool_are_refused(tmp_path, tool, word, message):
-    command = [sys.executable, "-m", "maxlp.lab", tool, str(tmp_path), word]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("lab", tool, str(tmp_path), word)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
 
 
 def test_recording_has_no_results_of_a_comparison(tmp_path):
     words = ("--config=llama/debug", f"--record={tmp_path}/a", "--top=3")
-    command = [sys.executable, "-m", "maxlp.lab", "diff", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("lab", "diff", *words)
     assert done.returncode == 2 and "--record compares nothing, and writes to FOLDER; leave" in done.stderr
 
 
@@ -91,7 +90,7 @@ def test_an_empty_folder_for_the_results_is_refused():
 def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path, tool, flag):
     (tmp_path / "file").touch()
     words = [tool, "--config=llama/debug:precision=fp8_current", f"{flag}={tmp_path}/file/lab"]
-    done = subprocess.run([sys.executable, "-m", "maxlp.lab", *words], capture_output=True, text=True)
+    done = run_command("lab", *words)
     assert done.returncode == 2
     assert done.stderr == f"error: {flag}={tmp_path}/file/lab: {tmp_path}/file is a file; give a folder\n"
 
@@ -172,7 +171,6 @@ def test_runs_with_and_without_a_tokenizer_file_differ_in_their_configs(tmp_path
         (tmp_path / name).mkdir()
         run_dir.save_config(tmp_path / name, changed(load("debug"), {"data.tokenizer": tokenizer}))
     (tmp_path / "b" / "tokenizer.json").write_text("{}")
-    command = [sys.executable, "-m", "maxlp.lab", "diff", f"{tmp_path}/a", f"{tmp_path}/b"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_command("lab", "diff", f"{tmp_path}/a", f"{tmp_path}/b")
     words = "error: config.data.tokenizer: 'bytes' -> 'bpe:300': diff needs the same model, data and seed"
     assert done.returncode == 2 and done.stderr.startswith(words), done.stderr

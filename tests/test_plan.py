@@ -22,6 +22,7 @@ from maxlp.planning.cost_model import Work
 from maxlp.planning.hlo import Collective
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from tests.commands import run_command
 from tests.pretrained import write_llama
 from tests.run.fixtures import load
 
@@ -83,7 +84,7 @@ def test_errors_are_one_line():
         (["--config=llama/8b"], "--topology is missing; see --list_topologies\n"),
         (["--topology=v5e:4x4"], "--config is missing; presets: clip/b16, "),
     ):
-        done = run(*args, "--estimate_only")
+        done = run_command("plan", *args, "--estimate_only")
         assert done.returncode == 2 and message in done.stderr
         assert done.stderr.count("\n") == 1
 
@@ -217,12 +218,8 @@ def test_a_config_whose_mesh_does_not_exist_is_searched_nevertheless(tmp_path):
 
 
 def test_a_config_that_cannot_run_anywhere_is_an_error():
-    done = run(
-        "--config=configs/llama/8b.py",
-        "--topology=h100:1x1",
-        "--estimate_only",
-        "--config.data.seq_len=262144",
-    )
+    options = ["--topology=h100:1x1", "--estimate_only", "--config.data.seq_len=262144"]
+    done = run_command("plan", "--config=configs/llama/8b.py", *options)
     assert done.returncode == 2 and "config.data.seq_len=262144 is above" in done.stderr
     assert done.stderr.count("\n") == 1
 

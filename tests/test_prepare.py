@@ -17,6 +17,7 @@ from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
 from maxlp.runtime import storage
+from tests.commands import run_command
 from tests.data.chats import CHATML, write_tokenizer
 from tests.data.servers import cache  # noqa: F401  # a fixture
 
@@ -33,11 +34,6 @@ def corpus(tmp_path):
 def documents(folder, split="all"):
     source = make_source(f"array_record:{folder}", split)
     return [source[i] for i in range(len(source))]
-
-
-def run(*args, **kwargs):
-    command = [sys.executable, "-m", "maxlp.prepare", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
 # --- round trips ----------------------------------------------------------------------------------
@@ -313,18 +309,21 @@ def test_sources_that_cannot_be_prepared(corpus, tmp_path):
 def test_command(corpus, tmp_path):
     output = tmp_path / "out"
     flags = (f"--source={corpus}", f"--output={output}")
-    done = run("text", *flags, "--tokenizer=bytes", "--shards=1", check=True)
+    done = run_command("prepare", "text", *flags, "--tokenizer=bytes", "--shards=1")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("wrote 85 documents, ")
     assert f" tokens in 1 shard; use them as array_record:{output}" in done.stdout
     assert done.stderr.count("\n") == 1 and "100 of 100 documents (100%)" in done.stderr
-    again = run("text", *flags)
+    again = run_command("prepare", "text", *flags)
     assert again.returncode == 2 and again.stderr.count("\n") == 1
     assert "--overwrite" in again.stderr
 
 
 def test_a_failure_is_one_line_and_leaves_nothing(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 50 + "\r\n\n7\n")
-    done = run("text", f"--source=jsonl:{tmp_path}/a.jsonl", f"--output={tmp_path}/new/out")
+    done = run_command(
+        "prepare", "text", f"--source=jsonl:{tmp_path}/a.jsonl", f"--output={tmp_path}/new/out"
+    )
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/a.jsonl:53: ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "new").exists()
@@ -345,7 +344,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, workers):
 
 @pytest.mark.parametrize("value", ["many", "1.5"])
 def test_wrong_flags_are_one_line(value):
-    done = run("text", f"--shards={value}")
+    done = run_command("prepare", "text", f"--shards={value}")
     assert (done.returncode, done.stderr) == (2, f"error: --shards={value} is not an integer\n")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.fuzz.commands import Command, run_one
+from tests.commands import Command, run_one
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.commands import COMMANDS, Command
+from tests.commands import COMMANDS, Command
 from tests.fuzz.keys import KEYS, Group, Text
 
 Damage = Callable[[Path], None]

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.commands import LATE, Done, Job, run_all, warm_up
 from tests.fuzz import bases
 from tests.fuzz.cases import GROUPS, Case, make_case
-from tests.fuzz.commands import Done, Job, run_all, warm_up
 
 SECONDS, CHARACTERS = 5.0, 1000
 ROOT = Path(__file__).parent.parent.parent
@@ -116,7 +116,7 @@ def run(seed: int, numbers: list[int], workers: int, valid: Path | None = None) 
     Args:
       valid: folder of valid inputs, made if it does not exist; None makes them in a temporary one.
     """
-    warm_up()
+    warm_up(*LATE)
     os.environ["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory(prefix="maxlp-fuzz-") as folder:
         root = Path(folder)

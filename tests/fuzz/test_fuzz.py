@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maxlp.run.config import load_file
+from tests.commands import COMMANDS
 from tests.fuzz.cases import GROUPS, make_case
-from tests.fuzz.commands import COMMANDS
 from tests.fuzz.keys import KEYS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,16 +12,12 @@ from absl import flags
 from maxlp import schema
 from maxlp.run import cli
 from maxlp.run.config import presets
+from tests.commands import run_command
+from tests.training_runs import ROOT, shown
 
-ROOT = Path(__file__).parents[2]
 DEBUG = "--config=configs/llama/debug.py"
 LINES = (ROOT / "configs/llama/debug.py").read_text().splitlines()
 CHOICE = f"debug.py, line {1 + LINES.index('    return choose(arg, c)')}"
-
-
-def train(*args: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "maxlp.train", *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +62,18 @@ def train(*args: str) -> subprocess.CompletedProcess:
     ids=lambda v: v[-1] if isinstance(v, list) and v else "",
 )
 def test_a_mistake_ends_with_one_line(args, message, tmp_path):
-    done = train(*args, f"--workdir={tmp_path}/run")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode == 2
-    assert message in lines[-1]
-    assert "Traceback" not in done.stderr
+    done = run_command("train", *args, f"--workdir={tmp_path}/run")
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def run(program: str, *args: str, **env: str) -> subprocess.CompletedProcess:
+    """A process with these additional environment variables."""
+    command = [sys.executable, "-c", program, *args]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
 
 
 FLAGS = """
@@ -101,14 +103,13 @@ cli.run(lambda: print("\\u00d7\\u2026"))
     ],
 )
 def test_a_flag_that_no_command_can_use_is_one_line(argument, message):
-    done = subprocess.run([sys.executable, "-c", FLAGS, argument], cwd=ROOT, capture_output=True, text=True)
+    done = run(FLAGS, argument)
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 def test_a_command_without_a_config_does_not_advise_one():
     program = "from maxlp.run import cli; cli.run(print)"
-    command = [sys.executable, "-c", program, "--config.data.seq_len=4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(program, "--config.data.seq_len=4")
     said = "error: --config.data.seq_len is unknown; this command takes no --config, see --help\n"
     assert (done.returncode, done.stderr) == (2, said)
 
@@ -120,9 +121,7 @@ def test_none_unsets_a_key_of_any_type():
         f"cli.run(lambda: print([v for k, v in sorted(cli.overrides().items()) if k in {keys}], "
         "flags.FLAGS.config.model.layer_scale))"
     )
-    arguments = ["--config=clip/low_precision", *(f"--config.{key}=None" for key in keys)]
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(program, "--config=clip/low_precision", *(f"--config.{key}=None" for key in keys))
     assert (done.stdout, done.stderr) == ("[None, None, None, None] None\n", "")
 
 
@@ -140,19 +139,13 @@ def test_a_flag_gives_a_key_several_values(given, tags):
     program = (
         FLAGS.rpartition("cli.run")[0] + "cli.run(lambda: print(flags.FLAGS.config.metrics.wandb_tags))"
     )
-    words = [f"--config.metrics.wandb_tags={word}" for word in given]
-    command = [sys.executable, "-c", program, DEBUG, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(program, DEBUG, *(f"--config.metrics.wandb_tags={word}" for word in given))
     assert (done.stdout, done.stderr) == (f"{tags}\n", "")
 
 
 def test_an_ascii_terminal_gets_every_line():
     """A locale without × and …, as containers often have."""
-    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    config = [f"{DEBUG}", "--config.data.source=stdlib"]
-    done = subprocess.run(
-        [sys.executable, "-c", FLAGS, *config], cwd=ROOT, capture_output=True, text=True, env=ascii_only
-    )
+    done = run(FLAGS, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xd7\\u2026\n", "")
 
 
@@ -188,20 +181,15 @@ NOT_WRITTEN = "pkgutil.resolve_name('maxlp.runtime.checkpoint:NotWrittenError')"
 )
 def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     program = f"{HEAD}cli.flags.DEFINE_string('w', None, '')\ndef main():\n  raise {error}\ncli.run(main)"
-    command = [sys.executable, "-c", program, "--w=/proc/x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run(program, "--w=/proc/x")
     assert done.returncode == code and message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 def test_without_devices_a_command_ends_with_one_line():
-    platform = "gpuu"
-    program = f"import jax\n{HEAD}cli.run(lambda: print(jax.devices()))"
-    environment = os.environ | {"JAX_PLATFORMS": platform}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run(f"import jax\n{HEAD}cli.run(lambda: print(jax.devices()))", JAX_PLATFORMS="gpuu")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith(f"error: JAX_PLATFORMS={platform}: ")
+    assert done.returncode == 1 and last.startswith("error: JAX_PLATFORMS=gpuu: ")
     assert last.endswith("; check the driver and JAX's plugin") and "Traceback" not in done.stderr
 
 
@@ -216,7 +204,7 @@ cli.run(main)"""
 
 def test_ctrl_c_is_not_lost_where_python_drops_exceptions():
     """As in a callback of the garbage collector, of which JAX has one."""
-    done = subprocess.run([sys.executable, "-c", COLLECTING], cwd=ROOT, capture_output=True, text=True)
+    done = run(COLLECTING)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
@@ -237,7 +225,7 @@ def test_a_message_of_maxlp_needs_no_hint_at_the_traceback(fail, expected):
 
 def test_a_long_message_loses_its_middle():
     program = f"{HEAD}def main():\n  raise ValueError('first ' + 'x' * 9999 + ' last')\ncli.run(main)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = run(program)
     assert done.stderr.startswith("error: first x") and " last (MAXLP" in done.stderr
     assert len(done.stderr) < 1000 and done.stderr.count("\n") == 1
 
@@ -258,11 +246,10 @@ def test_an_error_does_not_wait_for_the_compiler():
 import concurrent.futures, jax, time
 from maxlp.run import cli
 def main():
-    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 60)
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, 600)
     raise ValueError("config.x=1 is wrong")
 cli.run(main)"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = run(program)
     assert done.returncode == 2 and "error: config.x=1 is wrong" in done.stderr
 
 
@@ -272,8 +259,9 @@ def test_a_dry_run_prints_the_config_and_leaves_nothing(tmp_path):
         "--config.data.tokenizer=bytes",
         "--config.optimizer.galore.rank=64",
     ]
-    done = train("--config=configs/llama/405b.py", f"--workdir={tmp_path}/run", "--dry_run", *options)
-    assert done.returncode == 0, done.stderr
-    values, _, summary = done.stdout.partition("llama: 405,853,388,800 parameters")
+    out = shown(
+        "train", "--config=configs/llama/405b.py", f"--workdir={tmp_path}/run", "--dry_run", *options
+    )
+    values, _, summary = out.partition("llama: 405,853,388,800 parameters")
     assert "rank: 64" in values and summary.count("\n") < 24, "a terminal shows the summary"
     assert not (tmp_path / "run").exists()

@@ -1,23 +1,29 @@
 """Commands of maxlp run in forked children of a process that has imported everything: milliseconds each.
 
-A child runs the module as ``python -m`` does, with the standard streams in files, so that a case sees what
-a user's command sees except for the imports.
+A child runs the module as ``python -m`` does, with the standard streams in files, so that it sees what a
+user's command sees except for the imports. A process with a JAX backend must not be forked: `run_command`
+asks another one.
 """
 
 import contextlib
+import functools
 import importlib
+import json
 import os
 import resource
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "evaluate", "generate", "plan", "report", "prepare", "convert", "lab")
 # What commands import only when they need it, at the cost of the first case that does.
 LATE = (
@@ -67,11 +73,11 @@ class Done(NamedTuple):
     seconds: float
 
 
-def warm_up() -> None:
-    """Imports what the commands import; starts no JAX backend, so that the process can be forked."""
+def warm_up(*late: str) -> None:
+    """Imports the commands and these modules; starts no JAX backend, so that the process can be forked."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in (*(f"maxlp.{command}" for command in COMMANDS), *LATE):
+    for name in (*(f"maxlp.{command}" for command in COMMANDS), *late):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
 
@@ -101,6 +107,35 @@ def run_one(command: Command, folder: Path) -> Done:
     results: list[Done] = []
     run_all(iter([Job(command, folder)]), lambda _, done: results.append(done), 1)
     return results[0]
+
+
+def run_command(module: str, *args: str) -> subprocess.CompletedProcess:
+    """Runs ``python -m maxlp.MODULE`` in an empty folder, for at most `WALL_LIMIT` seconds.
+
+    Its environment is that of the first call.
+    """
+    server = _server()
+    print(json.dumps([module, *args]), file=server.stdin, flush=True)
+    done = Done(*json.loads(server.stdout.readline()))
+    return subprocess.CompletedProcess([module, *args], done.code, done.out, done.err)
+
+
+@functools.cache
+def _server() -> subprocess.Popen:
+    """A process that runs `main`, until this one ends."""
+    command = [sys.executable, "-m", "tests.commands"]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def main() -> None:
+    """Runs the commands that are read, a JSON list a line, and prints how each ended."""
+    warm_up()
+    with tempfile.TemporaryDirectory() as folder:
+        box = Path(folder) / "box"
+        box.mkdir()
+        for line in sys.stdin:
+            module, *args = json.loads(line)
+            print(json.dumps(run_one(Command(module, tuple(args)), box)), flush=True)
 
 
 class _Child:
@@ -169,3 +204,7 @@ def _run_module(command: Command) -> int:
 
 def _quoted(argument: str) -> str:
     return shlex.quote(argument if len(argument) < 200 else f"{argument[:60]}…({len(argument)} characters)")
+
+
+if __name__ == "__main__":
+    main()
