@@ -174,9 +174,12 @@ def test_who_was_taken_over_ends_itself(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 3}', "\0" * 600])
-def test_a_damaged_lock_is_stale_unless_its_process_lives(tmp_path, content):
+def test_a_damaged_lock_is_stale(tmp_path, content):
     (tmp_path / "lock").write_text(content)
     taken(tmp_path)
+
+
+def test_a_damaged_lock_of_a_process_that_lives_is_respected(tmp_path):
     with holder(tmp_path):
         os.truncate(tmp_path / "lock", 0)
         with WorkdirLock(tmp_path) as second, pytest.raises(ValueError, match="is in use"):

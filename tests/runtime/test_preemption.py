@@ -101,8 +101,10 @@ train.cli.run(train.main)
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
-@pytest.mark.parametrize("end", ["rollback", "phase"])
+@pytest.mark.parametrize(
+    ("end", "name", "code"),
+    [("rollback", "SIGTERM", 75), ("phase", "SIGTERM", 75), ("rollback", "SIGINT", 130)],
+)
 def test_a_signal_in_the_last_step_before_another_loop_ends_the_run(tmp_path, end, name, code):
     """As before a rollback, after which the run would go on."""
     program = TWO_LOOPS.format(end=end, name=name)
