@@ -2,6 +2,8 @@
 
 import importlib
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 
@@ -16,6 +18,11 @@ def changed(c: ConfigDict, values: dict) -> ConfigDict:
     with c.unlocked():
         c.update_from_flattened_dict(values)
     return c
+
+
+def zeros(abstract: dict) -> dict:
+    """A state of these shapes, for a test that needs no values: `initial_state` has to be compiled."""
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
 
 
 # Of a Llama that compiles in seconds.

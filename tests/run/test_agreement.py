@@ -25,7 +25,7 @@ from maxlp.run.settings import read
 from tests.run import draws
 
 SEEDS = 160  # of each family
-QUICK, FULL = 20, 90  # draws of the quick tier, and of both it and the full tier
+QUICK, FULL = 12, 90  # draws of the quick tier, and of both it and the full tier
 RUN = range(40, SEEDS, 6)  # seeds whose step also runs, if it is accepted
 
 

@@ -15,7 +15,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, resolve
 from maxlp.run.start import check_start
 from maxlp.runtime.checkpoint import Checkpointer
-from tests.run.fixtures import TINY, changed, load
+from tests.run.fixtures import TINY, changed, load, zeros
 
 EXCHANGE, LOCAL = {"precision.exchange": "int8"}, {"train.local.steps": 4}
 EVERYWHERE = {"precision.first_blocks": 0, "precision.last_blocks": 0, "precision.min_dim": 0}
@@ -34,7 +34,7 @@ def save(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:
     workdir.mkdir(exist_ok=True)
     run_dir.save_config(workdir, c)
     with jax.set_mesh(run.mesh), Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
-        checkpoints.save(3, run.initial_state(abstract), data_state={})
+        checkpoints.save(3, zeros(abstract), data_state={})
 
 
 def resume(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:

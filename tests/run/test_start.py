@@ -20,7 +20,7 @@ from maxlp.run import run_dir
 from maxlp.run.experiment import resolve
 from maxlp.run.start import check_start
 from maxlp.runtime.checkpoint import Checkpointer
-from tests.run.fixtures import changed, load
+from tests.run.fixtures import changed, load, zeros
 
 TINY = {
     "llama": {
@@ -150,7 +150,7 @@ def save(folder: Path, values: dict[str, Any]) -> None:
     """A checkpoint of step 3 of the tiny Llama with these changes."""
     run, _, abstract = prepared(folder, values)
     with jax.set_mesh(run.mesh), Checkpointer(folder / "checkpoints", every_steps=1) as checkpoints:
-        checkpoints.save(3, run.initial_state(abstract), data_state={})
+        checkpoints.save(3, zeros(abstract), data_state={})
 
 
 def test_weights_and_checkpoints_of_another_shape_are_refused(tmp_path, corpus):
