@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from maxlp.runtime import storage
 from tests.run_outputs import checkpoint, losses, records
-from tests.training_runs import ROOT, SMALL, finish, shown, start
+from tests.training_runs import ROOT, SMALL, environments, finish, shown, start
 
 STEPS = 40  # a run goes on while a signal is on its way
 WHOLE = (
@@ -82,14 +81,7 @@ def test_a_killed_run_resumes_to_the_bit_and_every_command_takes_its_url(bucket,
 
 
 def two_processes(url: str, *options: str, **kwargs) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    env = {"MAXLP_COORDINATOR": f"localhost:{port}", "MAXLP_NUM_PROCESSES": "2"}
-    return [
-        start(url, *options, "--config.mesh.dcn_data=2", **kwargs, **env, MAXLP_PROCESS_ID=str(rank))
-        for rank in range(2)
-    ]
+    return [start(url, *options, "--config.mesh.dcn_data=2", **kwargs, **env) for env in environments(2)]
 
 
 def kill_after(step: int, group: list[subprocess.Popen]) -> None:

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -30,7 +29,7 @@ from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
 from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
-from tests.training_runs import ROOT, finish, shown, start
+from tests.training_runs import ROOT, environments, finish, shown, start
 
 WHOLE = (
     "--config.train.total_steps=12",
@@ -471,21 +470,8 @@ def test_several_processes_train_like_one_and_one_process_continues(whole, proce
     Then a single process resumes from their checkpoint on another mesh.
     """
     six, nine = "--config.train.total_steps=6", "--config.train.total_steps=9"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     group = [
-        start(
-            tmp_path,
-            *WHOLE,
-            six,
-            mesh,
-            devices=4 // processes,
-            MAXLP_COORDINATOR=f"localhost:{port}",
-            MAXLP_NUM_PROCESSES=str(processes),
-            MAXLP_PROCESS_ID=str(rank),
-        )
-        for rank in range(processes)
+        start(tmp_path, *WHOLE, six, mesh, devices=4 // processes, **env) for env in environments(processes)
     ]
     for process in group:
         finish(process)

@@ -1,6 +1,7 @@
 """Processes that run the training command on a small model."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,15 @@ def start(
     return subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def environments(processes: int) -> list[dict[str, str]]:
+    """Variables of each process of a run, by which they find each other on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    shared = {"MAXLP_COORDINATOR": address, "MAXLP_NUM_PROCESSES": str(processes)}
+    return [shared | {"MAXLP_PROCESS_ID": str(rank)} for rank in range(processes)]
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:

@@ -1,6 +1,5 @@
 """Whole runs of the training command that a context or a stage axis changes."""
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests import training_runs
 from tests.run_outputs import losses
-from tests.training_runs import finish
+from tests.training_runs import environments, finish
 
 CHANGES = (
     "--config.model.num_layers=4",
@@ -49,21 +48,8 @@ def test_a_run_continues_with_other_stages(tmp_path):
 def test_processes_that_share_their_rows_train_like_one(tmp_path):
     """Two processes with one device each hold halves of the same sequences."""
     steps = "--config.train.total_steps=4"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    group = [
-        start(
-            tmp_path / "two",
-            steps,
-            "--config.mesh.context=2",
-            "--config.model.attention=ring",
-            MAXLP_COORDINATOR=f"localhost:{port}",
-            MAXLP_NUM_PROCESSES="2",
-            MAXLP_PROCESS_ID=str(rank),
-        )
-        for rank in range(2)
-    ]
+    ring = ("--config.mesh.context=2", "--config.model.attention=ring")
+    group = [start(tmp_path / "two", steps, *ring, **env) for env in environments(2)]
     for process in group:
         finish(process)
     finish(start(tmp_path / "one", steps))

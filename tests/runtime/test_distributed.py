@@ -12,6 +12,7 @@ import pytest
 from maxlp.runtime import distributed, exits, preemption
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
+from tests.training_runs import environments
 
 EXPLICIT = {"MAXLP_COORDINATOR": "localhost:1", "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": "0"}
 SRUN = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
@@ -100,9 +101,8 @@ INITIALIZE = "from maxlp.runtime import distributed; distributed.initialize()"
 
 @pytest.mark.parametrize(("rank", "reason"), [(1, "nobody answers"), (0, "not all processes joined")])
 def test_processes_that_do_not_find_each_other_end_in_time_with_one_line(rank, reason):
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    env = {"MAXLP_COORDINATOR": address, "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": str(rank)}
+    env = environments(2)[rank]
+    address = env["MAXLP_COORDINATOR"]
     env = os.environ | env | {"MAXLP_INIT_TIMEOUT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INITIALIZE], env=env, capture_output=True, text=True, timeout=30

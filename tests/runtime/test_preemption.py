@@ -2,11 +2,12 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.training_runs import environments
 
 PROGRAM = """
 import contextlib, ctypes, os, signal, sys, time
@@ -54,19 +55,15 @@ with preemption.exit_with_others():
 
 @pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
 def test_sigterm_to_one_of_two_processes_ends_both_at_once_before_the_loop(signalled):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    env = os.environ | {"MAXLP_COORDINATOR": address, "MAXLP_NUM_PROCESSES": "2"}
     group = [
         subprocess.Popen(
             [sys.executable, "-c", START_UP],
-            env=env | {"MAXLP_PROCESS_ID": str(rank)},
+            env=os.environ | env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for env in environments(2)
     ]
     try:
         assert all("ready\n" in iter(process.stdout.readline, "") for process in group)

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp.runtime import checkpoint, distributed, files, lock, manifest, mirror, preemption
+from tests.training_runs import ROOT, environments
 
-ROOT = Path(__file__).parents[2]
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
 
 
@@ -30,23 +29,18 @@ class Workers:
     """The processes of one run, each with two simulated devices."""
 
     def __init__(self, num_processes=1):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
         env = {name: value for name, value in os.environ.items() if not name.startswith("MAXLP_")}
         env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
-        if num_processes > 1:
-            env |= {"MAXLP_COORDINATOR": f"localhost:{port}", "MAXLP_NUM_PROCESSES": str(num_processes)}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, __file__],
-                env=env | ({"MAXLP_PROCESS_ID": str(rank)} if num_processes > 1 else {}),
+                env=env | own,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for rank in range(num_processes)
+            for own in (environments(num_processes) if num_processes > 1 else [{}])
         ]
 
     def send(self, *command):
