@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from tests import fixtures
+
 
 def load(name: str, arg: str = "", family: str = "llama") -> ConfigDict:
     c = importlib.import_module(f"configs.{family}.{name}").get_config(arg)
@@ -25,6 +27,8 @@ def zeros(abstract: dict) -> dict:
     return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), abstract)
 
 
+# The model of `tests.fixtures`, as values of a config.
+SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
 # Of a Llama that compiles in seconds.
 TINY = {
     **{f"model.{key}": 2 for key in ("num_layers", "num_heads", "num_kv_heads")},

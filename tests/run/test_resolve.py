@@ -11,15 +11,13 @@ from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.run import constraints, experiment
 from maxlp.run.experiment import describe, resolve
-from tests import fixtures
-from tests.run.fixtures import changed, load
+from tests.run.fixtures import SMALL, changed, load
 
-SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
-SMALL |= {"data.seq_len": 32, "data.tokenizer": "bytes", "data.batch_size": 8}
+VALUES = SMALL | {"data.seq_len": 32, "data.tokenizer": "bytes", "data.batch_size": 8}
 
 
 def resolved(**values):
-    c = changed(load("debug"), SMALL | {key.replace("__", "."): value for key, value in values.items()})
+    c = changed(load("debug"), VALUES | {key.replace("__", "."): value for key, value in values.items()})
     return resolve(c, jax.devices()[:1])
 
 
@@ -45,7 +43,7 @@ def test_the_seed_chooses_the_weights():
 )
 def test_a_gate_that_no_rule_refuses_is_named(values, monkeypatch):
     monkeypatch.setattr(constraints, "check", lambda *_: None)
-    c = changed(load("debug"), SMALL | values | {"spikes.guard": "skip"})
+    c = changed(load("debug"), VALUES | values | {"spikes.guard": "skip"})
     with pytest.raises(AssertionError, match="has to refuse the gates guard"):
         resolve(c, jax.devices()[:2])
 
@@ -151,7 +149,7 @@ def test_an_exchange_reaches_the_model_and_the_step():
 
     def traced(exchange):
         values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": exchange}
-        run = resolve(changed(load("debug"), SMALL | values), jax.devices()[:2])
+        run = resolve(changed(load("debug"), VALUES | values), jax.devices()[:2])
         with jax.set_mesh(run.mesh):
             graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
             program = jit_step(run.step, graphdef, abstract, run.mesh).lower(abstract, run.abstract_batch())
@@ -168,7 +166,7 @@ def test_local_steps_reach_the_optimizer_and_the_step():
     """Replicas have parameters and moments of their own, and outer gradients are sent in 8 bits."""
     local = {"train.local.steps": 3, "train.local.outer_rate": 0.5, "train.total_steps": 6}
     values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": "float8_e4m3fn"}
-    run = resolve(changed(load("debug"), SMALL | values | local), jax.devices()[:2])
+    run = resolve(changed(load("debug"), VALUES | values | local), jax.devices()[:2])
     with jax.set_mesh(run.mesh):
         graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
         step = jit_step(run.step, graphdef, abstract, run.mesh)

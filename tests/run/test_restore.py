@@ -18,9 +18,8 @@ from maxlp.run.restore import restore_model
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.safetensors import Tensors
 from tests import fixtures
-from tests.run.fixtures import changed, load
+from tests.run.fixtures import SMALL, changed, load
 
-SMALL = {f"model.{k}": v for k, v in fixtures.LLAMA.items() if k not in ("init_std", "rope_scaling")}
 CHOICES = {
     "optimizer.name": "schedule_free_adamw",
     "optimizer.schedule": "constant",
