@@ -689,18 +689,18 @@ PRECISION = [
             "precision/test_delayed.py",
         ),
         (
-            'self._amax("kernel", kernel)',
-            'self._amax("kernel", x)',
+            'self._amaxes("kernel", kernel)',
+            'self._amaxes("kernel", x)',
             "precision/test_delayed.py",
         ),
         (
-            'in (("input", of_input), ("kernel", of_kernel))',
-            'in (("input", of_kernel), ("kernel", of_input))',
+            'in (("input", forms.amaxes), ("kernel", of_kernel))',
+            'in (("input", of_kernel), ("kernel", forms.amaxes))',
             "precision/test_delayed.py",
         ),
         (
-            "self.histories[tensor][...], current, self.recipe.cold_start)",
-            "delayed.push(self.histories[tensor][...], current), current, self.recipe.cold_start)",
+            "delayed.delayed_amax(history, current, self.recipe.cold_start)",
+            "delayed.delayed_amax(delayed.push(history, current), current, self.recipe.cold_start)",
             "precision/test_delayed.py",
         ),
         (
@@ -723,7 +723,7 @@ PRECISION = [
             "precision/test_blocks.py",
         ),
         ("size, random_signs=False", "size, random_signs=True"),
-        ("return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x", "return x, q_x"),
+        ("x = _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x", "pass"),
         (
             "quantized.rotate(saved_x, -2), quantized.rotate(g, -2)",
             "quantized.rotate(saved_x, -2), g",

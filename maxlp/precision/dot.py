@@ -2,15 +2,18 @@
 
 Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gradient ``(…, N)``.
 
-The dtype of a product before scales are applied: int8 gives int32, exactly. FP8 gives bfloat16
-where that is the result's dtype and the scales are powers of two: multiplying by them is exact, and
-XLA folds it into the matmul. Other scales are applied in float32, so that nothing rounds twice;
-except in ``drhs``, the one matmul whose result is summed over data-parallel devices: in float32
-that would move twice the bytes of bfloat16 training, where `mesh_product` does not scale it before.
-(In float16 unscaled products could overflow, so they are never in float16.)
+The dtype that a matmul returns before its scales are applied:
 
-Precision: DEFAULT lets GPUs accumulate FP8 products fast (with fewer bits), HIGHEST does not;
-forward is fast and backward precise, as in Transformer Engine.
+* int8 operands give int32, which is exact.
+* FP8 operands with power-of-two scales give bfloat16 if that is the dtype of the result: applying such
+  scales rounds nothing, and XLA folds it into the matmul.
+* FP8 operands with other scales give float32, so that the result is rounded only once. An exception is
+  the ``drhs`` of bfloat16 training. Its result is summed over data-parallel devices, and where XLA sums
+  before it applies the scales (`mesh_product` does not), float32 would double the bytes sent.
+* Simulated formats give float32. float16 is never used: a product without its scales could overflow.
+
+Precision: DEFAULT lets GPUs use the fast accumulation of FP8 matmuls (in fewer bits), HIGHEST does not. The
+forward pass uses it and the backward pass does not, as in Transformer Engine.
 """
 
 import functools
@@ -37,13 +40,13 @@ from maxlp.precision.sampling import Sampled
 class QuantDot(nnx.Module):
     """Replaces ``jax.lax.dot_general`` where an input's last axis is contracted with a kernel's first.
 
-    Delayed scaling keeps a history per tensor here, float32 ``(…, history)``:
-    ``input_amax_history`` and ``kernel_amax_history`` are written by the forward pass,
-    ``output_grad_amax_history`` is the gradient of itself (`delayed.OverwriteWithGradient`).
+    With delayed scaling it holds an amax history per tensor, float32 ``(…, history)``. The forward pass
+    writes ``input_amax_history`` and ``kernel_amax_history``; the backward pass returns the new
+    ``output_grad_amax_history`` as that variable's gradient (`delayed.OverwriteWithGradient`).
 
     Args:
-      stack: the leading axes of a stacked kernel; the histories get the same. A call takes one
-        slice of them.
+      stack: the leading axes of a stacked kernel, which the histories get too. A call sees the kernel and
+        the histories of one layer.
     """
 
     def __init__(self, recipe: Recipe, stack: tuple[int, ...] = ()):
@@ -55,7 +58,7 @@ class QuantDot(nnx.Module):
             setattr(self, f"{tensor}_amax_history", kind(zeros, out_sharding=axes, eager_sharding=False))
 
     def share_histories(self, dot: "QuantDot") -> None:
-        """Takes over the recipe of another one, and shares its histories."""
+        """Uses another one's recipe and its histories, the variables themselves."""
         self.recipe = dot.recipe
         for tensor, history in dot.histories.items():
             setattr(self, f"{tensor}_amax_history", history)
@@ -99,6 +102,7 @@ class QuantDot(nnx.Module):
         return self._product(x, kernel * s[:, None], static, {})
 
     def _product(self, x: jax.Array, kernel: jax.Array, static: "Static", shared: dict) -> jax.Array:
+        """``x @ kernel``, of rotated operands if the recipe says so."""
         if self.recipe.fwd_hadamard:
             if ("rotated", x.dtype) not in shared:
                 shared["rotated", x.dtype] = _rotated(x, -1)
@@ -108,46 +112,72 @@ class QuantDot(nnx.Module):
     def _product_of_rotated(
         self, x: jax.Array, kernel: jax.Array, static: "Static", shared: dict
     ) -> jax.Array:
-        # The input's history is the same in all layers that share it; one of them gives the scale.
+        """``x @ kernel``, of operands that `_product` has rotated if need be; subclasses override it."""
+        # Layers that share an input have equal histories of it, so that the scale of one serves all.
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._input_forms(x)
-        x, q_x, sampled, input_amax, of_input = shared[self.recipe, x.dtype]
+        forms: InputForms = shared[self.recipe, x.dtype]
         kernel = _row_major(kernel)
-        kernel_amax, of_kernel = self._amax("kernel", kernel)
+        of_kernel = self._amaxes("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
-            q_kernel = quantize_forward(self.recipe, "kernel", fixed, kernel_amax)
+            q_kernel = quantize_forward(self.recipe, "kernel", fixed, of_kernel.for_scale)
             kernel = _trusted(kernel, q_kernel, self.recipe.fwd[1])
         histories = self.histories
-        for tensor, current in (("input", of_input), ("kernel", of_kernel)):
-            if current is not None:
-                histories[tensor][...] = delayed.push(histories[tensor][...], current)
+        for tensor, amaxes in (("input", forms.amaxes), ("kernel", of_kernel)):
+            if amaxes.current is not None:
+                histories[tensor][...] = delayed.push(histories[tensor][...], amaxes.current)
         grad_history = histories["output_grad"][...] if "output_grad" in histories else None
-        amaxes = {"input": input_amax, "kernel": kernel_amax}
-        return _dot(static, x, kernel, q_x, sampled, amaxes, grad_history)
+        for_scales = {"input": forms.amaxes.for_scale, "kernel": of_kernel.for_scale}
+        return _dot(static, forms.x, kernel, forms.quantized, forms.sampled, for_scales, grad_history)
 
-    def _input_forms(self, x: jax.Array) -> tuple[jax.Array, Quantized | None, Sampled | None, Any, Any]:
-        """The input that gets the gradient, the operands of ``fwd`` and ``drhs``, the result of `_amax`.
-
-        An operand of None stands for the input itself.
-        """
+    def _input_forms(self, x: jax.Array) -> "InputForms":
         fixed, fwd = jax.lax.stop_gradient(x), self.recipe.fwd
-        amaxes, sampled = self._amax("input", fixed), sampling.sample(fixed, self.recipe.keep)
+        amaxes, sampled = self._amaxes("input", fixed), sampling.sample(fixed, self.recipe.keep)
         if fwd is None:
-            return x, None, sampled, *amaxes
-        q_x = quantize_forward(self.recipe, "input", fixed, amaxes[0])
-        return _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x, q_x, sampled, *amaxes
+            return InputForms(x, None, sampled, amaxes)
+        q_x = quantize_forward(self.recipe, "input", fixed, amaxes.for_scale)
+        x = _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x
+        return InputForms(x, q_x, sampled, amaxes)
 
-    def _amax(self, tensor: str, x: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-        """The amax that the scale of a tensor comes from, and that of its data; None without a history."""
+    def _amaxes(self, tensor: str, x: jax.Array) -> "Amaxes":
         if tensor not in self.recipe.delayed:
-            return None, None
+            return Amaxes()
         current = amax(jax.lax.stop_gradient(x))
-        return delayed.delayed_amax(self.histories[tensor][...], current, self.recipe.cold_start), current
+        history = self.histories[tensor][...]
+        return Amaxes(delayed.delayed_amax(history, current, self.recipe.cold_start), current)
+
+
+class Amaxes(NamedTuple):
+    """The amaxes of a tensor with a history, float32 scalars; None for a tensor without one.
+
+    Attributes:
+      for_scale: what this step's scale is computed from, see `delayed.delayed_amax`.
+      current: the amax of this step's data, which enters the history.
+    """
+
+    for_scale: jax.Array | None = None
+    current: jax.Array | None = None
+
+
+class InputForms(NamedTuple):
+    """An input in the forms that the three matmuls take, made once for all layers that share it.
+
+    Attributes:
+      x: the input itself, to which the gradient flows; a trust mask stops it where ``fwd`` clips.
+      quantized: the operand of ``fwd``; None if ``fwd`` is not quantized.
+      sampled: the tokens that ``drhs`` multiplies; None if it multiplies all.
+      amaxes: of the input.
+    """
+
+    x: jax.Array
+    quantized: Quantized | None
+    sampled: Sampled | None
+    amaxes: Amaxes
 
 
 class Static(NamedTuple):
-    """What is fixed when a program is traced."""
+    """The arguments of `_dot` that are constants of the traced program."""
 
     recipe: Recipe
     in_dtype: Any  # of input, kernel and their gradients
@@ -162,12 +192,13 @@ def _dot(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
 
 
 def forward(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
-    """The matmul ``fwd``, (…, K) · (K, N) to (…, N), and what the backward pass needs.
+    """The matmul ``fwd``, (…, K) · (K, N) to (…, N), and the residuals of the backward pass.
 
     Args:
       q_x: the quantized input; None if ``fwd`` is not quantized.
-      sampled: what ``drhs`` multiplies in place of the input, or None.
-      amaxes: of input and kernel, see `delayed.delayed_amax`; None without a history.
+      sampled: the tokens that ``drhs`` multiplies; None if it multiplies all.
+      amaxes: "input" and "kernel" to `Amaxes.for_scale`.
+      grad_history: the amax history (H,) of the output gradient, or None.
     """
     recipe, dtype, out_sharding = static.recipe, static.out_dtype, static.out_sharding
     if recipe.fwd is None:
@@ -183,11 +214,10 @@ def forward(static: Static, x, kernel, q_x, sampled, amaxes, grad_history):
 
 
 def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
-    """The forms of input and kernel that the backward pass starts from."""
+    """Input and kernel as they are saved for the backward pass: quantized, or in the layer's dtype."""
     assert recipe.fwd is not None
     all_quantized = recipe.residuals == "quantized"
-    # If dlhs takes the kernel in this form, only this form is saved: it is smaller, and FSDP
-    # gathers it only once.
+    # If dlhs can reuse the quantized kernel, it alone is saved: it is smaller, and FSDP gathers it once.
     shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
     return q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel
 
@@ -210,9 +240,9 @@ _dot.defvjp(forward, _backward)
 
 
 def _quantized_once(recipe: Recipe, g: jax.Array, delayed_amax) -> Any:
-    """The output's gradient as both matmuls take it; as it is where they take different forms.
+    """The output gradient, quantized here if ``dlhs`` and ``drhs`` take it in the same form.
 
-    As one array, it is sent to the devices of a mesh once. XLA does not join two gathers of equal arrays.
+    On a mesh that one array is gathered once: XLA does not merge the all-gathers of two equal arrays.
     """
     if recipe.dlhs is None or recipe.drhs is None or recipe.hadamard:
         return g
@@ -226,11 +256,13 @@ def input_gradient(static: Static, saved, g: Any, amaxes) -> jax.Array:
     """The matmul ``dlhs``: (…, N) · (K, N) to (…, K).
 
     Args:
-      g: the output's gradient, an array or its quantized form.
+      saved: input and kernel, from `residuals`.
+      g: the output gradient, an array or `Quantized`.
+      amaxes: of all three tensors by name, see `Amaxes.for_scale`; ``output_grad_now`` is the current one.
     """
     pair, dtype, sharding = static.recipe.dlhs, static.in_dtype, _sharding(saved[0])
     if pair is None:
-        return unquantized(g.astype(dtype), _as(saved[1], dtype), (-1,), (1,), dtype, sharding)
+        return unquantized(g.astype(dtype), _dequantized(saved[1], dtype), (-1,), (1,), dtype, sharding)
     q_g, q_kernel = dlhs_operands(static.recipe, saved[1], g, amaxes)
     return _gemm(q_g, q_kernel, (-1,), (1,), pair, dtype, Precision.HIGHEST, sharding)
 
@@ -259,7 +291,7 @@ def kernel_gradient(static: Static, saved, g: Any, amaxes) -> jax.Array:
         rows, index = saved[0]
         operands: Any = rows, sampling.take(g, index).astype(dtype)
     elif pair is None:
-        operands = _as(saved[0], dtype), g.astype(dtype)
+        operands = _dequantized(saved[0], dtype), g.astype(dtype)
     else:
         operands = drhs_operands(static.recipe, *over_tokens(static.recipe, saved[0], g), amaxes)
     if static.sum_over_rows is None:
@@ -268,12 +300,12 @@ def kernel_gradient(static: Static, saved, g: Any, amaxes) -> jax.Array:
 
 
 def over_tokens(recipe: Recipe, saved_x, g: Any) -> tuple[Any, Any]:
-    """Input and output gradient in whole blocks of tokens, rotated if the recipe says so."""
+    """Input and output gradient, padded to whole blocks of tokens and rotated if the recipe says so."""
     assert recipe.drhs is not None
     of_scales = recipe.drhs[0].block_size if recipe.drhs[0].in_blocks else 1
     size = math.lcm(of_scales, quantized.HADAMARD if recipe.hadamard else 1)
-    if size > 1:  # blocks are of tokens, and their number is arbitrary
-        saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_as(saved_x, jnp.float32), g))
+    if size > 1:  # drhs sums over the tokens, whose number blocks need not divide
+        saved_x, g = (quantized.pad_to_blocks(a, -2, size) for a in (_dequantized(saved_x, jnp.float32), g))
     if recipe.hadamard:
         saved_x, g = quantized.rotate(saved_x, -2), quantized.rotate(g, -2)
     return saved_x, g
@@ -286,7 +318,8 @@ def drhs_operands(recipe: Recipe, saved_x, g: Any, amaxes) -> tuple[Quantized, Q
     if not isinstance(g, Quantized):
         g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
     if (current := amaxes["output_grad_now"]) is not None:
-        # As in `quantize_forward`, but where NaN in its place would cost XLA for GPUs a pass over the data.
+        # A delayed scale would hide a gradient that is not finite, as in `quantize_forward`. Here the scale
+        # becomes infinity or NaN: to replace elements would cost XLA on GPUs another pass over the data.
         g = g._replace(scale=jnp.where(jnp.isfinite(current), g.scale, current))
     return q_x, g
 
@@ -295,7 +328,11 @@ def drhs_operands(recipe: Recipe, saved_x, g: Any, amaxes) -> tuple[Quantized, Q
 
 
 def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_amax) -> Quantized:
-    """An operand of a matmul that sums over the axes ``contract``; see `delayed.delayed_amax`."""
+    """Quantizes ``x`` as the operand of a matmul that contracts the axes ``contract``.
+
+    Args:
+      delayed_amax: from `delayed.delayed_amax`, a scalar; unused if the operand has a current scale.
+    """
     q = quantized.quantize(
         x,
         formats.get(operand.format),
@@ -315,19 +352,21 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
 
 
 def quantize_forward(recipe: Recipe, tensor: str, x: jax.Array, delayed_amax) -> Quantized:
-    """Input or kernel as an operand of ``fwd``; see `delayed.delayed_amax`."""
+    """Quantizes the ``input`` or the ``kernel`` for ``fwd``; see `quantize`."""
     assert recipe.fwd is not None
     operand = recipe.fwd[GEMMS["fwd"].index(tensor)]
-    if operand.delayed:  # with a scale older than the data infinity saturates, and no gate would see it
+    if operand.delayed:
+        # A delayed scale is finite, so that infinity would saturate, and no gate would reject the step.
         x = jnp.where(jnp.isfinite(x), x, jnp.nan)
     return quantize(recipe, operand, x, (x.ndim - 1,) if tensor == "input" else (0,), delayed_amax)
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """The array in row-major layout, which 8-bit matmuls cannot change; on several devices, as it is.
+    """Constrains an array to row-major layout; a no-op on several devices.
 
-    A kernel's layout would spread to the whole stack of layers, which copies all weights in float32 in each
-    step. (The SPMD partitioner gathers what is constrained.)
+    Otherwise XLA gives a whole stack of kernels the layout that the 8-bit matmul of one layer prefers, and
+    copies all float32 weights to it in each step. (On a mesh the SPMD partitioner would gather an array
+    whose layout is constrained.)
     """
     if jax.sharding.get_abstract_mesh().size > 1:
         return x
@@ -335,7 +374,7 @@ def _row_major(x: jax.Array) -> jax.Array:
 
 
 def _rotated(x: jax.Array, axis: int) -> jax.Array:
-    """An operand of the forward pass, which sums over this axis, in QuEST's rotation (arXiv:2502.05003)."""
+    """Rotates an operand of ``fwd`` along its contracted axis, as QuEST does (arXiv:2502.05003)."""
     size = math.gcd(quantized.LARGE_HADAMARD, x.shape[axis])
     return quantized.rotate(x, axis, size, random_signs=False)
 
@@ -345,37 +384,38 @@ def _trusted(x: jax.Array, q: Quantized, operand: Operand) -> jax.Array:
 
 
 def _written_once(values: jax.Array) -> jax.Array:
-    """Quantized values that XLA writes in one layout only; it makes other layouts from the 8 bits.
+    """Makes XLA write quantized values once, row-major, and transpose the 8-bit values where it needs to.
 
-    The pass over the data then also computes the amax, which XLA does not fuse with a transposing write.
-    With a scale that needs this amax, two passes read the data in any case.
+    One pass over the data then quantizes it and computes its amax, which XLA does not fuse with a
+    transposed write. (With ``cold_start`` the scale may need this amax: the data is then read twice anyway.)
     """
     return jax.lax.optimization_barrier(_row_major(values))
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:
-    """A saved operand of the forward pass for a backward matmul, which may sum over another axis.
+    """Quantizes a saved operand of ``fwd`` for a backward matmul, which may contract another axis.
 
     Args:
-      index: of the operand in the pair ``recipe.fwd``.
+      saved: from `residuals`; if it is quantized, it is reused where that gives the same.
+      index: its place in the pair ``recipe.fwd``: 0 for the input, 1 for the kernel.
     """
     if not isinstance(saved, Quantized):
         return quantize(recipe, operand, saved, contract, delayed_amax)
     assert recipe.fwd is not None
     if _serves_both(recipe.fwd[index], operand):
         return saved
-    return quantize(recipe, operand, _as(saved, jnp.float32), contract, delayed_amax)
+    return quantize(recipe, operand, _dequantized(saved, jnp.float32), contract, delayed_amax)
 
 
 def _serves_both(of_forward: Operand, operand: Operand) -> bool:
-    """Whether what the forward pass quantized also serves a matmul that sums over another axis."""
+    """Whether an operand quantized for ``fwd`` can be reused in a matmul that contracts another axis."""
     return operand == of_forward and operand.granularity in ("tensor", "unscaled", "tile")
 
 
 def unquantized(
     a: jax.Array, b: jax.Array, contract_a, contract_b, dtype, out_sharding, precision=None
 ) -> jax.Array:
-    """``a · b`` over the contracted axes in ``dtype``, as it is without a recipe."""
+    """``a · b`` over the contracted axes in ``dtype``, without quantization."""
     numbers = _numbers(contract_a, contract_b, a)
     return jax.lax.dot_general(
         a, b, numbers, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
@@ -386,7 +426,12 @@ def _gemm(
     a: Quantized, b: Quantized, contract_a, contract_b, pair, dtype, precision, out_sharding,
     summed_over_devices=False,
 ) -> jax.Array:  # fmt: skip
-    """``a · b`` over the contracted axes in ``dtype``."""
+    """``a · b`` over the contracted axes in ``dtype``, of operands with scales.
+
+    Args:
+      pair: how they are quantized.
+      summed_over_devices: whether data parallelism adds the results of devices, see above.
+    """
     numbers = _numbers(contract_a, contract_b, a.codes)
     if pair[0].in_blocks:
         return blocks.dot_general(a, b, pair, numbers, dtype, out_sharding)
@@ -414,7 +459,11 @@ def _gemm(
 
 
 def _free(scale: jax.Array, contracted, before: int, after: int) -> jax.Array:
-    """A scale in the shape that multiplies a product: a scalar, or with axes before and after it."""
+    """An operand's scale, shaped to multiply a product: a scalar, or its free axes at their place there.
+
+    Args:
+      before, after: how many axes of the product precede and follow those of this operand.
+    """
     if scale.size == 1:
         return scale.reshape(())
     scale = jnp.squeeze(scale, contracted)
@@ -425,7 +474,8 @@ def _numbers(contract_a, contract_b, a: jax.Array):
     return ((tuple(axis % a.ndim for axis in contract_a), tuple(contract_b)), ((), ()))
 
 
-def _as(saved, dtype) -> jax.Array:
+def _dequantized(saved, dtype) -> jax.Array:
+    """A residual, dequantized to ``dtype`` if it was quantized."""
     return quantized.dequantize(saved, dtype) if isinstance(saved, Quantized) else saved
 
 

@@ -72,7 +72,8 @@ class SwitchDot(QuantDot):
         self, x: jax.Array, kernel: jax.Array, static: dot.Static, shared: dict
     ) -> jax.Array:
         histories = {tensor: history[...] for tensor, history in self.histories.items()}
-        amaxes = {"input": self._amax("input", x)[0], "kernel": self._amax("kernel", kernel)[0]}
+        tensors = {"input": x, "kernel": kernel}
+        amaxes = {tensor: self._amaxes(tensor, value).for_scale for tensor, value in tensors.items()}
         grad_history, on = histories.get("output_grad"), self.on[...]
         if self.recipe.trust_mask and self.recipe.fwd:
             x, kernel = _trusted_where_on(self.recipe, x, kernel, amaxes, on[0])
