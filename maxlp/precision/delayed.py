@@ -1,17 +1,17 @@
-"""Delayed scaling: the scale of a tensor comes from the largest magnitudes of the last steps.
+"""Delayed scaling: the scale of a tensor comes from its amax in the last steps.
 
-The scale of a step is then known before its data, so that amax and quantization are one pass. State
-is a history per tensor, newest first; the scale is a function of it and not stored. As in
-Transformer Engine and Flax's ``fp8_ops``, the current amax enters the history after the scale was
-taken.
+The scale is then known before the data is, so that one pass both quantizes the data and computes its
+amax. The state is an amax history per tensor, newest first; the scale is a function of it and not
+stored. As in Transformer Engine and Flax's ``fp8_ops``, the current amax enters the history after the
+scale was taken.
 
 Three rules that other implementations break:
 
-* Until a nonzero amax was recorded, the scale is the current one. (A fixed first scale of 1 rounds
-  all gradients below 1.5e-5 to zero, and they become nonzero one layer per step.)
-* A non-finite amax never enters. (One infinity would freeze the scale for the whole window.)
-* Several observations of one step (microbatches, devices) are combined by maximum, which gives
-  exactly the history of the whole batch. A sum or a mean is wrong.
+* Until a nonzero amax was recorded, the current amax gives the scale. (A fixed first scale of 1 would
+  flush all E5M2 gradients below 7.6e-6 to zero, and gradients would become nonzero one layer per step.)
+* A non-finite amax never enters the history. (One infinity would be its maximum for all its steps.)
+* The amaxes of one step (of microbatches, of devices) are combined by maximum, which gives exactly the
+  history of the whole batch. A sum or a mean would not.
 """
 
 import jax
@@ -24,29 +24,30 @@ class AmaxHistory(nnx.Variable):
 
 
 class OverwriteWithGradient(nnx.Variable):
-    """State of the backward pass: the "gradient" of such a variable is its new value.
+    """State that the backward pass updates: the "gradient" of such a variable is its new value.
 
-    Only the backward pass has access to the gradient of an output, and only cotangents leave it.
-    Code that differentiates must ask for these variables by their tag and store the result;
-    clipping, norms, decay, averages and optimizers must not include them.
+    What is computed from an output gradient exists only in the backward pass, which can return nothing but
+    cotangents. So a custom VJP takes the variable as an input, and returns its new value as the cotangent.
+    Code that differentiates must also differentiate by the variables with this tag, and overwrite them with
+    their gradients; clipping, norms, weight decay, averages and optimizers must leave them out.
     """
 
     tag = "overwrite_with_gradient"
 
 
 def push(history: jax.Array, amax: jax.Array) -> jax.Array:
-    """The history (H,) with a new observation (scalar) at 0 and the oldest dropped; 0 if not finite."""
+    """The history (H,) with a new amax (scalar) in front, 0 if it is not finite, and without the oldest."""
     newest = jnp.where(jnp.isfinite(amax), amax, 0.0)
     return jnp.concatenate([newest[None], history[:-1]])
 
 
 def delayed_amax(history: jax.Array, amax: jax.Array, cold_start: bool) -> jax.Array:
-    """The amax (scalar) that this step's scale comes from: the largest of the history (H,).
+    """The amax (float32 scalar) that gives this step's scale: the largest of the history (H,).
 
     Args:
-      amax: of this step's data, taken while the history is empty.
-      cold_start: False: the result is 0 while the history is empty (a scale of 1), and quantization
-        never waits for the amax of its own data.
+      amax: of this step's data.
+      cold_start: whether ``amax`` is used while the history is all zeros. If not, the result is 0 then,
+        which stands for a scale of 1, and quantization never waits for the amax of its own data.
     """
     largest = jnp.max(history)
     return jnp.where(largest > 0, largest, amax) if cold_start else largest

@@ -387,7 +387,7 @@ def _written_once(values: jax.Array) -> jax.Array:
     """Makes XLA write quantized values once, row-major, and transpose the 8-bit values where it needs to.
 
     One pass over the data then quantizes it and computes its amax, which XLA does not fuse with a
-    transposed write. (With ``cold_start`` the scale may need this amax: the data is then read twice anyway.)
+    transposed write. (With ``cold_start`` the scale may need this amax, so that the data is read twice.)
     """
     return jax.lax.optimization_barrier(_row_major(values))
 

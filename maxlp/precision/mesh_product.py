@@ -1,10 +1,11 @@
-"""Products of quantized arrays on a mesh: each device multiplies its parts, and the sums are scattered.
+"""Products of quantized arrays on a mesh: devices scale their partial sums and then reduce-scatter them.
 
-Where the mesh splits what a product sums over, devices add their sums. XLA adds what the matmul gives, in
-int32 or float32, before scales make it the smaller result; it all-reduces where it cannot move the addition
-behind the scales; and JAX's rule for `jax.nn.scaled_matmul` knows no split of the sequence, for which each
-device gathers the operands and computes the whole product. Here a device applies the scales first, and the
-sums are scattered as the result is split, in the result's dtype.
+Where a contracted axis is sharded, each device has a partial sum of the product. XLA's partitioner then
+adds what the matmul returns, in int32 or float32, before the scales are applied and the result is cast to
+fewer bits; and where it cannot move the addition past the scales it all-reduces. JAX's own partitioning of
+`jax.nn.scaled_matmul` does not know a sharded sequence: each device gathers the operands and computes the
+whole product. Here each device applies the scales to its partial sum and casts it, and the sum over devices
+is scattered as the result is sharded.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +25,13 @@ class Product(NamedTuple):
     """A product of two quantized arrays.
 
     Attributes:
-      multiply: from two `Quantized` and a scalar or None to the product: the free axes of the first
-        operand, then those of the second. What it closes over is no array.
-      contracted: the axes of each operand that are summed over, in the same order.
-      in_blocks: whether a scale of size 1 along such an axis is that of a block, which is never split.
-      batch: how many leading axes operands and result have besides, of `jax.vmap`.
+      multiply: computes the product of two `Quantized`, times a scalar if the third argument is not None;
+        the result has the free axes of the first operand, then those of the second. It closes over no
+        arrays.
+      contracted: the contracted axes of each operand, in the same order.
+      in_blocks: whether operands have scales of blocks, which are never split: a scale of size 1 along an
+        axis is then that of a single block.
+      batch: the number of axes that `jax.vmap` has put in front of both operands and the result.
     """
 
     multiply: Callable[[Quantized, Quantized, jax.Array | None], jax.Array]
@@ -37,10 +40,10 @@ class Product(NamedTuple):
     batch: int = 0
 
     def __call__(self, a: Quantized, b: Quantized, scale: jax.Array | None = None) -> jax.Array:
-        """What ``multiply`` gives; on GPUs computed as described above, if all mesh axes are automatic.
+        """The product; on GPUs, if all mesh axes are automatic, partitioned as described above.
 
-        XLA aborts on `custom_partitioning` in a `jax.shard_map` over some of the axes, and does not know it
-        when it compiles for TPUs ahead of time.
+        XLA aborts on `custom_partitioning` in a `jax.shard_map` over some of the axes, and cannot compile
+        it for TPUs ahead of time.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.size <= 1 or {*mesh.axis_types} != {AxisType.Auto}:
@@ -48,6 +51,8 @@ class Product(NamedTuple):
         return jax.lax.platform_dependent(a, b, scale, cuda=self.partitioned, default=self.multiply)
 
     def partitioned(self, a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
+        """The product with `custom_partitioning`, to which the rule of `jax.vmap` is added here."""
+
         @custom_vmap
         def multiply(*operands: Any) -> jax.Array:
             return _partitioned(self, *operands)
@@ -64,14 +69,16 @@ class Product(NamedTuple):
         return multiply(a, b, scale)
 
     def summed(self, operand: int) -> list[int]:
+        """The contracted axes of an operand, after those of ``batch``."""
         return [self.batch + i for i in self.contracted[operand]]
 
     def free(self, operand: int, ndim: int) -> list[int]:
-        """The axes of an operand that only it and the result have."""
+        """The axes that an operand shares with the result alone."""
         return [i for i in range(self.batch, ndim) if i not in self.summed(operand)]
 
 
-def _on_a_device(product: Product, a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
+def _local_product(product: Product, a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
+    """The product of whole arrays, or of one device's shards of them."""
     multiply = product.multiply
     for _ in range(product.batch):
         multiply = jax.vmap(multiply)
@@ -81,64 +88,74 @@ def _on_a_device(product: Product, a: Quantized, b: Quantized, scale: jax.Array 
 def _partition(
     product: Product, mesh: Mesh, operands: tuple[Quantized, Quantized, Any], result: Any
 ) -> tuple:
-    """What `custom_partitioning` asks for: the mesh, the work of a device, and the shardings of both."""
+    """The mesh, the computation of one device, and the shardings of the result and of the operands.
+
+    This is the callback of `custom_partitioning`.
+
+    Args:
+      operands, result: shapes with the shardings that XLA proposes; those returned are as close to them as
+        the product allows.
+    """
     a, b, scale = operands
-    splits = _splits(product, mesh, a), _splits(product, mesh, b)
-    summed: tuple[str, ...] = ()
+    specs = _specs(product, mesh, a), _specs(product, mesh, b)
+    summed: tuple[str, ...] = ()  # the mesh axes over whose devices partial sums are added
     for i, j in zip(product.summed(0), product.summed(1), strict=True):
-        # Where the operands agree each device multiplies what it has. (An axis occurs once in a split.)
-        splits[0][i] = splits[1][j] = splits[0][i] if splits[0][i] == splits[1][j] else ()
-        summed += splits[0][i]
+        # Operands sharded alike are multiplied where they are, others are gathered along this axis. (A
+        # spec contains a mesh axis only once.)
+        specs[0][i] = specs[1][j] = specs[0][i] if specs[0][i] == specs[1][j] else ()
+        summed += specs[0][i]
     of_result = [axis_names(axes) for axes in result.sharding.spec]
     taken = {*summed}.union(*of_result)
-    dims = [[(0, i), (1, i)] for i in range(product.batch)]  # where the operands have the result's
+    dims = [[(0, i), (1, i)] for i in range(product.batch)]  # (operand, axis) of each axis of the result
     dims += [[(n, i)] for n, q in enumerate((a, b)) for i in product.free(n, q.codes.ndim)]
     scattered = []
     for dim, places in enumerate(dims):
         n, i = places[0]
-        if not of_result[dim] and taken.isdisjoint(splits[n][i]):
-            of_result[dim] = splits[n][i]
-            taken |= {*splits[n][i]}
-        if not _can_split(product, mesh, operands[n], i, of_result[dim]):
+        if not of_result[dim] and taken.isdisjoint(specs[n][i]):
+            of_result[dim] = specs[n][i]
+            taken |= {*specs[n][i]}
+        if not _can_shard(product, mesh, operands[n], i, of_result[dim]):
             of_result[dim] = ()
-        # Sums can be scattered over the last of the axes that split a dim.
+        # A reduce-scatter over mesh axes splits a dim further: they must be the last ones that shard it.
         local = tuple(name for name in of_result[dim] if name not in summed)
         scattered.append(of_result[dim][len(local) :] if of_result[dim][: len(local)] == local else ())
         of_result[dim] = local + scattered[dim]
         for n, i in places:
-            splits[n][i] = local
-    everywhere = tuple(name for name in summed if not any(name in axes for axes in scattered))
+            specs[n][i] = local
+    all_reduced = tuple(name for name in summed if not any(name in axes for axes in scattered))
 
     def of_device(*operands: Any) -> jax.Array:
-        y = _on_a_device(product, *operands)
+        y = _local_product(product, *operands)
         for dim, axes in enumerate(scattered):
             if axes:
                 y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(y, everywhere) if everywhere else y
+        return jax.lax.psum(y, all_reduced) if all_reduced else y
 
-    def split(arrays: Any, axes: Sequence[tuple[str, ...]]) -> Any:
-        def spec(shape: tuple[int, ...]) -> PartitionSpec:  # an axis of size 1 is that of a shared scale
+    def shardings(arrays: Any, axes: Sequence[tuple[str, ...]]) -> Any:
+        def spec(shape: tuple[int, ...]) -> PartitionSpec:  # along an axis of size 1 a scale is shared
             return PartitionSpec(*(names if n > 1 else None for n, names in zip(shape, axes, strict=True)))
 
         return jax.tree.map(lambda x: NamedSharding(mesh, spec(x.shape)), arrays)
 
-    of_operands = split(a, splits[0]), split(b, splits[1]), split(scale, splits[0][: product.batch])
-    return mesh, of_device, split(result, of_result), of_operands
+    of_scale = shardings(scale, specs[0][: product.batch])
+    of_operands = shardings(a, specs[0]), shardings(b, specs[1]), of_scale
+    return mesh, of_device, shardings(result, of_result), of_operands
 
 
-def _splits(product: Product, mesh: Mesh, q: Quantized) -> list[tuple[str, ...]]:
-    """The mesh axes that split each axis of the codes; none where they would split a block."""
+def _specs(product: Product, mesh: Mesh, q: Quantized) -> list[tuple[str, ...]]:
+    """The mesh axes over which each axis of the codes is sharded; none where they would split a block."""
     axes = [axis_names(names) for names in q.codes.sharding.spec]
-    return [names if _can_split(product, mesh, q, i, names) else () for i, names in enumerate(axes)]
+    return [names if _can_shard(product, mesh, q, i, names) else () for i, names in enumerate(axes)]
 
 
-def _can_split(product: Product, mesh: Mesh, q: Quantized, axis: int, split: tuple[str, ...]) -> bool:
-    size, codes, scales = axes_size(mesh, split), q.codes.shape[axis], q.scale.shape[axis]
+def _can_shard(product: Product, mesh: Mesh, q: Quantized, axis: int, names: tuple[str, ...]) -> bool:
+    """Whether mesh axes divide an axis of the codes into parts that contain whole blocks."""
+    size, codes, scales = axes_size(mesh, names), q.codes.shape[axis], q.scale.shape[axis]
     return codes % size == 0 and (scales % size == 0 or (scales == 1 and not product.in_blocks))
 
 
 def _rule(product: Product, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> SdyShardingRule:
-    """Which axes of operands and result are split alike, for XLA's partitioner."""
+    """Which axes of operands and result are sharded alike, for XLA's partitioner (Shardy)."""
     batch = [f"batch{i}" for i in range(product.batch)]
     summed = [f"summed{i}" for i in range(len(product.contracted[0]))]
     mappings, of_result = [], batch
@@ -158,5 +175,5 @@ def _rule(product: Product, mesh: Mesh, operands: Sequence[Any], results: Sequen
     )
 
 
-_partitioned = custom_partitioning(_on_a_device, static_argnums=(0,))
+_partitioned = custom_partitioning(_local_product, static_argnums=(0,))
 _partitioned.def_partition(_partition, sharding_rule=_rule)
