@@ -1,7 +1,7 @@
-"""Low precision: what the matmuls of a model compute in.
+"""Low precision: the formats in which the matmuls of a model compute.
 
-Models do not depend on it. `apply` selects layers by their paths and replaces their ``dot_general``
-by the `QuantDot` of a recipe.
+Models do not depend on this package. `apply` selects layers by their paths and replaces their
+``dot_general`` by the `QuantDot` of a recipe.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ class PrecisionConfig:
     Attributes:
       recipe: name in `RECIPES`, for all layers without a rule. ``bf16`` keeps the model's own dtype.
       options: changes to that recipe.
-      rules: (pattern, name of a recipe) pairs.
+      rules: (pattern, name of a recipe) pairs, see `inject`.
       first_blocks, last_blocks, min_dim, smooth_swiglu: see `inject`.
-      high_precision_from: the step after which the run goes on with ``bf16``; 0 for never.
+      high_precision_from: the number of steps after which the run continues with ``bf16``; 0 for never.
       loss_scale: dynamic loss scale of a float16 run, None for no scale.
       health_every, sharpness_every, magnitudes_every: steps between measurements of `health`, of the
         loss's sharpness (`families.Family`), of `magnitudes`; 0 for none.
@@ -81,18 +81,18 @@ class PrecisionConfig:
         return any((self.health_every, self.sharpness_every, self.magnitudes_every))
 
     def make(self, name: str) -> Recipe:
-        """The recipe of this name, with `options` wherever it is the one of the run, in rules too."""
+        """The recipe of this name, with `options` if it is `recipe`, in rules too."""
         return make_recipe(name, **(vars(self.options) if name == self.recipe else {}))
 
 
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:
-    """Gives a model's matmuls their recipes, in place.
+    """Gives a model's matmuls their recipes, or marks it for `scalify`, in place.
 
     Args:
       gated_products: patterns of the layers whose input is a gated product, see `inject`.
 
     Returns:
-      the recipe of each matmul by path, for printing.
+      path → name of what the matmul computes in, for printing.
 
     Raises:
       ValueError: a config that does not fit the model, see `inject`.

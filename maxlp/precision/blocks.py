@@ -1,11 +1,11 @@
-"""Matmuls of operands whose blocks share a scale, in hardware or emulated.
+"""Matmuls of operands with a scale per block, in hardware or emulated.
 
-GPUs from Blackwell on multiply MXFP8 and NVFP4 blocks directly (`jax.nn.scaled_matmul`, which XLA
-decomposes on older ones), except where replicas are apart: in a `jax.shard_map` over some of the mesh axes
-XLA cannot split the product over the others. Elsewhere the operands are dequantized first, to bfloat16
-where that is exact: it holds the 4 significant bits of E4M3 times a power of two, and the 2 of E2M1 times
-the 4 of an E4M3 scale. Blocks with float32 scales have no such instruction, and are dequantized to float32.
-All sum in float32.
+GPUs from Blackwell on multiply MXFP8 and NVFP4 operands directly (`jax.nn.scaled_matmul`, which XLA
+decomposes on older ones). Not in a `jax.shard_map` over some of the mesh axes, as where replicas compute
+apart: there XLA cannot partition the product over the other axes. In all other cases the operands are
+dequantized first, to bfloat16 where that is exact: it holds the 4 significant bits of E4M3 times a power of
+two, and the 2 of E2M1 times the 4 of an E4M3 scale. No hardware takes blocks with float32 scales, which are
+dequantized to float32. All accumulate in float32.
 """
 
 import math
@@ -22,12 +22,12 @@ from maxlp.precision.recipes import Operand
 
 
 class _Instruction(NamedTuple):
-    """Blocks that a GPU multiplies.
+    """A block-scaled matmul of GPUs.
 
     Attributes:
       name: the key of its peak rate in `hardware.PEAK_TFLOPS`.
-      formats: names of the codes' formats, which are also those of the dtypes that it takes.
-      block_scales: rules of their scales, see `scales.block_scales_for`.
+      formats: the formats of codes that it takes; each is also the name of a dtype of JAX.
+      block_scales: the rules by which their scales are made, see `scales.block_scales_for`.
       scale: dtype of the scales.
       block_size: neighbours that share a scale.
     """
@@ -60,7 +60,11 @@ def dot_general(
     dtype: Any,
     out_sharding: Any,
 ) -> jax.Array:
-    """Product in ``dtype`` of two arrays in blocks along the last of their contracted axes, or in tiles."""
+    """The product, in ``dtype``, of two arrays with a scale per block or tile.
+
+    Args:
+      pair: how they were quantized: in blocks along the last contracted axis, or in tiles of the last two.
+    """
     scale = None
     for q in (a, b):
         if q.tensor_scale is not None:
@@ -78,7 +82,7 @@ def dot_general(
         return (y if scale is None else y * scale).astype(dtype)
 
     contracted, _ = dimension_numbers
-    # XLA splits the hardware's product over automatic mesh axes alone.
+    # XLA partitions the hardware's product over automatic mesh axes alone.
     automatic = out_sharding is None and not jax.sharding.get_abstract_mesh().manual_axes
     instruction = _instruction(pair) if automatic else None
 
@@ -109,7 +113,7 @@ def _free(q: Quantized, contracted: tuple[int, ...]) -> list[int]:
 def _blocks_last(
     q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(1, rows, contracted), and a scale for each block of a row: the layout of `jax.nn.scaled_matmul`."""
+    """Codes (1, rows, contracted) and scales (1, rows, blocks), in the layout of `jax.nn.scaled_matmul`."""
     free = _free(q, contracted)
     rows = math.prod(q.codes.shape[i] for i in free)
     scale = q.scale
@@ -123,14 +127,17 @@ def _blocks_last(
 
 
 def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
-    """What multiplies two such operands on a GPU; None if they have to be dequantized."""
+    """The GPU's matmul of two such operands; None if they have to be dequantized."""
     return next((i for i in _INSTRUCTIONS if all(i.takes(operand) for operand in pair)), None)
 
 
 def rate(pair: tuple[Operand, Operand], *, replicas_are_apart: bool = False) -> str:
     """The key in `hardware.PEAK_TFLOPS` of the rate of a product, on a chip that has the operands' format.
 
-    "bfloat16" if no chip has it, or where it is not used: the values are then 16 or 32 bits wide.
+    "bfloat16" if no chip has it or the product does not use it, but multiplies in 16 or 32 bits.
+
+    Args:
+      replicas_are_apart: whether the product is in a `jax.shard_map` over some of the mesh axes.
     """
     if pair[0].in_blocks:
         instruction = None if replicas_are_apart else _instruction(pair)
@@ -139,5 +146,6 @@ def rate(pair: tuple[Operand, Operand], *, replicas_are_apart: bool = False) -> 
 
 
 def _exact_dtype(q: Quantized, operand: Operand) -> Any:
+    """The narrowest dtype that holds codes times scales without rounding, float32 at most."""
     narrow = q.codes.dtype != jnp.float32 and not operand.is_emulated
     return jnp.bfloat16 if narrow else jnp.float32

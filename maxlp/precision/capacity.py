@@ -15,9 +15,9 @@ OPERANDS = 6  # of a layer: two in each of its three matmuls
 
 
 def gaussian_mse(recipe: Recipe) -> float:
-    """The mean over a layer's operands of ``E (x - q(x))² / E x²`` for Gaussian x; 0 in high precision.
+    """The mean over a layer's operands of ``E (x - q(x))² / E x²``, for Gaussian x.
 
-    Delayed scales count as current ones.
+    An operand in high precision counts as 0, a delayed scale as a current one.
     """
     return sum(_operand_mse(o) for o in switchable(recipe).values()) / OPERANDS
 

@@ -15,7 +15,7 @@ _WIDE = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.BatchNorm, nnx.InstanceN
 
 
 def mixed_precision(model: nnx.Module, dtype: Any = jnp.bfloat16) -> None:
-    """Sets what the layers of a model of `flax.nnx` compute in, in place.
+    """Sets the dtypes in which the `flax.nnx` layers of a model compute, in place.
 
     Matmuls, convolutions and embeddings compute in ``dtype``; norms and attention scores (with their
     softmax) in float32. The parameters keep their dtype.
@@ -28,7 +28,7 @@ def mixed_precision(model: nnx.Module, dtype: Any = jnp.bfloat16) -> None:
 
 
 def kernel_shape(module: nnx.Einsum | nnx.LinearGeneral) -> tuple[tuple[int, ...], int, int]:
-    """The axes of the stack that a kernel is in, and the sizes that its matmul sums over and keeps."""
+    """The shape of the stack that a kernel is in, and the input and output dims of its matmul."""
     if isinstance(module, nnx.Einsum):
         _, kernel, result = _labels(module.einsum_str or "")
         rank, summed = len(kernel), [i for i, label in enumerate(kernel) if label not in result]

@@ -1,15 +1,15 @@
-"""Smooth-SwiGLU with constant factors in the weights, for inference in 8 bits.
+"""Smooth-SwiGLU with constant factors folded into the weights, for inference in 8 bits.
 
-In training the factors follow the data and no weight has them (`smooth_swiglu`): without quantization they
-change nothing. A runtime that quantizes an exported model does not know the factors. There one large
-channel of a gated product makes the scale of each token large, and int8 rounds the others to zero. So for
-inference the factors become constants of the weights (Fishman et al. 2024, arXiv:2409.12517, section 4.4)::
+In training the factors are computed from the data, and the weights do not contain them (`smooth_swiglu`). A
+runtime that quantizes an exported model does not know them: one large channel of a gated product then makes
+the scale of each token large, and int8 rounds the other channels to zero. So for inference constant factors
+are folded into the weights (Fishman et al. 2024, arXiv:2409.12517, section 4.4)::
 
     (silu(x Wgate) * (x Wup)) Wdown  =  (silu(x Wgate) * (x Wup / s)) (s Wdown)
 
 They are those of the form ``balanced``: ``s_i = sqrt(max |h_i| / max |w_i|)``, rounded up to a power of
-two, so that the function stays the same bit for bit. ``h`` is the product, whose largest magnitudes are
-measured on data, and ``w_i`` row i of Wdown: what the product loses in spread, its rows gain.
+two, so that the function stays the same bit for bit. ``h`` is the gated product, whose largest magnitudes
+are measured on data, and ``w_i`` is row i of Wdown: the spread of the channels is shared between them.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ class ChannelAmax(nnx.Variable):
     """float32 (…, F): the largest magnitude of each channel of an input in all calls so far."""
 
 
-class _Watching(nnx.Module):
+class _WatchingDot(nnx.Module):
     """`nn.layers.dot_general` that also writes the `ChannelAmax` of its input."""
 
     def __init__(self, kernel_shape: tuple[int, ...]):
@@ -58,17 +58,17 @@ def watch(model: nnx.Module, gated_products: Sequence[str]) -> list[str]:
     found = []
     for path, module in matmuls(model):
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in gated_products):
-            module.dot_general = nnx.data(_Watching(module.kernel.shape))
+            module.dot_general = nnx.data(_WatchingDot(module.kernel.shape))
             found.append(path)
     return found
 
 
 def folded(params: dict, model_state: dict, paths: Sequence[str]) -> dict:
-    """The parameters of the same function whose kernels ``up_proj`` and ``down_proj`` hold the factors.
+    """The parameters with the factors folded into the kernels of ``up_proj`` and ``down_proj``.
 
     Args:
       params, model_state: of the model after `watch` and some calls.
-      paths: the result of `watch`. Beside each of these layers is its ``up_proj``, without a bias.
+      paths: the result of `watch`: each a ``down_proj``, beside which is an ``up_proj`` without a bias.
     """
     flatten = nnx.traversals.flatten_mapping
     flat, state = flatten(params, sep="/"), flatten(model_state, sep="/")
@@ -80,6 +80,6 @@ def folded(params: dict, model_state: dict, paths: Sequence[str]) -> dict:
 
 
 def fold(up_kernel: jax.Array, down_kernel: jax.Array, s_F: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Kernels (…, D, F) and (…, F, D) with factors (…, F) folded in: the function is the same."""
+    """Kernels (…, D, F) and (…, F, D) with factors (…, F) folded in, which cancel in their product."""
     s_F = s_F.astype(up_kernel.dtype)
     return up_kernel / s_F[..., None, :], down_kernel * s_F[..., :, None]

@@ -1,10 +1,10 @@
-"""SiLU with a gradient that XLA for Hopper computes where it is quantized.
+"""SiLU with a gradient that XLA for Hopper GPUs fuses with its quantization.
 
-JAX's gradient ends in a sum of two bfloat16 terms. Its amax and its quantization are two kernels at first.
-Computing the sum from its three operands in both moves as many bytes as writing it once in 16 bits and
-reading it twice, so XLA writes it. (The gradient of the other factor has two operands.) In float32, rounded
-to bfloat16 wherever JAX rounds, the sum is twice as large, so XLA computes it in both kernels instead, and
-finally merges the two.
+The amax of a gradient and its quantization are two kernels at first. The gradient of SiLU ends in a sum
+that is made from three operands. If the sum is bfloat16, as JAX computes it, writing it once and reading it
+twice moves as many bytes as computing it in both kernels, and XLA writes it. If it is float32, it is twice
+as large: XLA computes it in both kernels instead, and finally merges the two. So here it is float32,
+rounded to bfloat16 wherever JAX rounds. (The gradient of the other factor of a SwiGLU has two operands.)
 """
 
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class Gated(Protocol):
 
 
 def silu(x: jax.Array) -> jax.Array:
-    """`jax.nn.silu`, on Hopper GPUs by other operations: the same numbers, bit for bit."""
+    """`jax.nn.silu`, bit for bit, on Hopper GPUs with the gradient that is described above."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = "" if device is None else device.device_kind
-    is_hopper = kind.startswith(("NVIDIA H", "NVIDIA GH"))  # for a B200, XLA would write more
+    is_hopper = kind.startswith(("NVIDIA H", "NVIDIA GH"))  # on a B200, XLA would write more to memory
     return _silu(x) if is_hopper and x.dtype == jnp.bfloat16 else jax.nn.silu(x)
 
 
@@ -47,7 +47,7 @@ def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """To bfloat16, in float32; unlike two casts, XLA never leaves this out."""
+    """float32 rounded to bfloat16, still as float32; unlike a pair of casts, XLA never drops this."""
     return jax.lax.reduce_precision(x, 8, 7)
 
 

@@ -1,4 +1,4 @@
-"""Gives each matmul of a model its recipe, by its path."""
+"""Gives each matmul of a model the recipe that rules choose by its path."""
 
 import fnmatch
 from collections.abc import Callable
@@ -43,16 +43,16 @@ def inject(
     smooth_swiglu: str = "none",
     gated_products: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Replaces ``dot_general`` in the matmuls of a model, in place.
+    """Replaces ``dot_general`` in the matmuls of a model by those of recipes, in place.
 
     The first rule whose pattern matches a module's path (``layers/mlp/down_proj``), or its path with the
-    index of a layer (``layers/3/mlp/down_proj``, for that layer), decides. Without one, matmuls in stacks
-    of layers get ``recipe``, and all others (the head, patch embeddings, projections) stay in high
+    index of a layer (``layers/3/mlp/down_proj``, for that layer), decides. Where none matches, matmuls in
+    stacks of layers get ``recipe``, and all others (the head, patch embeddings, projections) stay in high
     precision; in a model without stacks, all get ``recipe``. Modules other than `Matmul` and `nnx.Einsum`
     (embeddings, norms, attention scores) do not change.
 
-    The layers of a stack are one module, so a matmul has only one recipe besides high precision.
-    Consecutive layers that are alike are one loop in the compiled program.
+    A stack of layers is one module, so each of its matmuls can have only one recipe besides high precision.
+    In the compiled program a stack is one loop for each run of consecutive layers with the same recipes.
 
     Patterns have the wildcards of `fnmatch`; ``*`` matches across ``/``.
 
@@ -69,9 +69,9 @@ def inject(
       path → name of the recipe.
 
     Raises:
-      ValueError: a pattern of nothing, a recipe for blocks in high precision alone, a stack without a
-        quantized block, two recipes for the layers of a matmul, a kernel whose dims do not divide into
-        blocks, an einsum with batch axes, Smooth-SwiGLU without a gated product.
+      ValueError: a pattern that matches no matmul, or only blocks that stay in high precision; a stack
+        without a quantized block; two recipes for the layers of a matmul; a kernel whose dims the recipe's
+        blocks do not divide; an einsum with batch axes; Smooth-SwiGLU without a gated product.
     """
     found = matmuls(model, nnx.Einsum)
     gated = {path for path, _ in found if any(fnmatch.fnmatchcase(path, p) for p in gated_products)}
@@ -83,7 +83,7 @@ def inject(
     table = {path: HIGH_PRECISION for path, _ in found}
     if recipe.is_plain and not rules:
         return table
-    from maxlp.precision import replace  # runs without a recipe do not need them
+    from maxlp.precision import replace  # only runs with a recipe need these two
     from maxlp.precision.rules import choose
 
     chosen = choose(model, dict(found), recipe, rules, min_dim, (first_blocks, last_blocks))

@@ -1,9 +1,9 @@
-"""The formats of a quantized matmul, as data.
+"""Recipes: how the operands of a layer's matmuls are quantized, as data.
 
-A linear layer is three matmuls (GEMMs): ``fwd`` makes the output from input and kernel, ``dlhs``
-the gradient of the input from output gradient and kernel, ``drhs`` the gradient of the kernel from
-input and output gradient. A recipe names, for each, the formats of its two operands and which
-elements share a scale.
+A linear layer is three matmuls (GEMMs), here with AQT's names: ``fwd`` computes the output from input and
+kernel, ``dlhs`` (dgrad) the gradient of the input from output gradient and kernel, ``drhs`` (wgrad) the
+gradient of the kernel from input and output gradient. A recipe gives, for each, the formats of its two
+operands and which elements share a scale.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ BlockScales = Annotated[str, OneOf(BLOCK_SCALES)]
 SmoothForm = Annotated[str, OneOf(("none", "channel", "balanced", "token"))]  # see `smooth_swiglu`
 Clipping = Annotated[str, OneOf(("max", "gaussian"))]
 Residuals = Annotated[str, OneOf(("full", "quantized"))]
-Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # E5M2 keeps 16 of its 32 exponents
+Margin = Annotated[float, Range(at_least=-8, at_most=8)]  # at 8, E4M3 keeps 10 of its 18 binades
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Operand:
     Attributes:
       format: see `formats.get`.
       granularity: which elements share a scale, see `quantized.quantize`.
-      delayed: the scale comes from the history of earlier steps (`delayed`), not from the data itself.
-      power_of_two: scales of tensors and rows are powers of two.
+      delayed: the scale comes from the amax history of earlier steps (`delayed`), not from the data itself.
+      power_of_two: scales of tensors and rows are rounded up to powers of two.
       clipping: see `quantized.quantize`.
       rounding: see `rounding.cast`.
       block_size, block_scales: of blocks and tiles, see `quantized.quantize`.
@@ -72,17 +72,17 @@ class Operand:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether blocks or tiles share a scale."""
+        """Whether the elements that share a scale are a block or a tile."""
         return self.granularity in ("block", "tile")
 
     @property
     def itemsize(self) -> int:
-        """Bytes that hold a number, without scales."""
+        """Bytes per element, without scales."""
         return jnp.dtype(formats.get(self.format).dtype).itemsize
 
     @property
     def is_emulated(self) -> bool:
-        """Whether no chip multiplies such blocks."""
+        """Whether no chip multiplies such blocks directly: none takes float32 scales."""
         return self.in_blocks and self.block_scales == "float32"
 
     def __post_init__(self):
@@ -115,7 +115,7 @@ def _described(operand: Operand) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The three matmuls of a linear layer; None is a matmul in the layer's own dtype.
+    """How each matmul of a linear layer quantizes its operands; None multiplies in the layer's dtype.
 
     Attributes:
       fwd: (input, kernel).
@@ -124,14 +124,14 @@ class Recipe:
       residuals: what is saved for the backward pass: input and kernel in the layer's dtype
         (``full``), or as ``fwd`` quantized them (``quantized``: half the bytes). A kernel is always
         saved in quantized form if ``dlhs`` uses the same form.
-      history: steps that a delayed scale looks back on; 1 is only the most recent.
-      margin: a delayed scale leaves ``2^margin`` of headroom.
+      history: the length of the amax history of delayed scaling, in steps.
+      margin: the headroom of delayed scales, which map ``amax * 2^margin`` to the format's largest number.
       cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
       hadamard: both operands of ``drhs`` are rotated along the tokens first, see `quantized.rotate`.
-      fwd_hadamard: both operands of ``fwd`` are rotated along the axis that it sums over, in blocks of 128
+      fwd_hadamard: both operands of ``fwd`` are rotated along the contracted axis, in blocks of 128
         or of the largest power of two that divides it; the backward pass rotates the gradients back.
-      trust_mask: what ``fwd`` clips has no gradient, see `quantized.trusted`.
+      trust_mask: elements that ``fwd`` clips get no gradient, see `quantized.trusted`.
       keep: the share of the tokens of each sequence that ``drhs`` multiplies, see `sampling.sample`.
 
     Raises:
@@ -181,12 +181,12 @@ class Recipe:
 
     @property
     def gemms(self) -> dict[str, tuple[Operand, Operand]]:
-        """The quantized ones of the three matmuls."""
+        """The operands of each matmul that is quantized."""
         return {gemm: pair for gemm in GEMMS if (pair := getattr(self, gemm))}
 
     @property
     def is_plain(self) -> bool:
-        """Whether a layer's own ``dot_general`` computes the same."""
+        """Whether the recipe changes nothing, so that a layer keeps its own ``dot_general``."""
         return not self.gemms and self.keep == 1
 
     @property
@@ -223,7 +223,7 @@ class Recipe:
         return max((o.block_size for pair in self.gemms.values() for o in pair if o.in_blocks), default=0)
 
 
-# FP8 scales are powers of two: of a floating format that costs at most one bit of range and no
+# FP8 scales are powers of two: in a floating-point format that costs at most one bit of range and no
 # precision, and applying them is exact.
 _E4M3 = Operand("float8_e4m3fn", power_of_two=True)
 _E5M2 = Operand("float8_e5m2", power_of_two=True)
@@ -278,8 +278,8 @@ _ALL = (
     # torchao's two row-wise recipes: E4M3 throughout.
     _same("fp8_rowwise", _E4M3_ROW),
     Recipe("fp8_rowwise_with_gw_hp", fwd=(_E4M3_ROW, _E4M3_ROW), dlhs=(_E4M3_ROW, _E4M3)),
-    # Wortsman et al. 2023 (arXiv:2304.13013): the gradient of the kernel sums over all tokens of a batch,
-    # too many for 8 bits, and stays in 16. The paper simulates FP8 with its own tables of values.
+    # Wortsman et al. 2023 (arXiv:2304.13013): drhs sums over all tokens of a batch, too many terms for the
+    # noise of 8 bits, and stays in 16. The paper simulates FP8 with its own tables of values.
     Recipe("fp8_switchback", fwd=(_E4M3_ROW, _E4M3), dlhs=(_E5M2_ROW, _E4M3)),
     Recipe("int8_switchback", fwd=(_INT8_ROW, _INT8), dlhs=(_INT8_ROW, _INT8)),
     # Memory-efficient: int8 residuals, drhs from the dequantized input.
@@ -303,9 +303,9 @@ _ALL = (
         drhs=(_FP4, _FP4_GRAD),
         hadamard=True,
     ),
-    # Panferov et al. 2025 (arXiv:2502.05003), W4A4: the gradients multiply what fwd quantized, in 16 bits.
+    # Panferov et al. 2025 (arXiv:2502.05003), W4A4: dlhs and drhs take what fwd quantized, in 16 bits.
     Recipe("quest", fwd=(_MIDRISE4, _MIDRISE4), residuals="quantized", fwd_hadamard=True, trust_mask=True),
-    # Liu et al. 2023 (arXiv:2305.15265): the gradient of the kernel from a share of the tokens.
+    # Liu et al. 2023 (arXiv:2305.15265): drhs sums over a sample of the tokens.
     Recipe("wta_crs", keep=0.3),
     _same("simulate", _E4M3_SIMULATED),
 )
@@ -318,7 +318,7 @@ class RecipeOptions:
 
     Attributes:
       residuals, history, margin, cold_start, hadamard, fwd_hadamard, trust_mask, keep: fields of `Recipe`.
-      format: format of all operands, unless ``grad_format`` is set too.
+      format: format of all operands, except output gradients if ``grad_format`` is set.
       grad_format: format of output gradients.
       granularity, power_of_two, clipping, rounding, block_size, block_scales: fields of `Operand`, for all
         operands.
@@ -366,7 +366,7 @@ class RecipeOptions:
         return self._given(*_names_shared_with(Recipe))
 
     def _given(self, *names: str, **renamed: str) -> dict[str, Any]:
-        """The options that are set, by their own names or by those that ``renamed`` gives them."""
+        """The options that are set, by field: of the same name, or as ``renamed`` says (field=option)."""
         options = {name: name for name in names} | renamed
         values = {name: getattr(self, option) for name, option in options.items()}
         return {name: value for name, value in values.items() if value is not None}
@@ -378,10 +378,10 @@ def _names_shared_with(other: type) -> list[str]:
 
 
 def make_recipe(name: str, **options: Any) -> Recipe:
-    """Returns a recipe of `RECIPES` with some of its data replaced.
+    """Returns a recipe of `RECIPES` with some of its fields and operands changed.
 
     Args:
-      options: see `RecipeOptions`: ``history=16``.
+      options: those of `RecipeOptions`, such as ``history=16``.
 
     Raises:
       ValueError: an unknown recipe, or options that do not fit it.

@@ -1,4 +1,4 @@
-"""Replaces the matmuls of layers by those of a recipe; only runs with a recipe import this."""
+"""Replaces the ``dot_general`` of layers by that of a recipe; only runs with a recipe import this."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -17,11 +17,17 @@ from maxlp.precision.recipes import Recipe
 
 
 def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], smooth: str) -> str:
-    """Gives a module its recipe and returns the text to print for it.
+    """Gives a module its recipe, in place.
 
     Args:
       plain: layers that stay in high precision, for the text.
       smooth: a form of `smooth_swiglu`.
+
+    Returns:
+      a description for printing: the name of the recipe, the form, and the layers without it.
+
+    Raises:
+      ValueError: blocks of the recipe that do not divide the kernel, or an einsum with batch axes.
     """
     stack, in_dim, out_dim = kernel_shape(module)
     if smooth != "none" and recipe.gemms:
@@ -43,11 +49,14 @@ def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], sm
 def replace_quant_dots(
     graphdef: nnx.GraphDef, state: Mapping[str, Any], make: Callable[[QuantDot, tuple[int, ...]], QuantDot]
 ) -> tuple[nnx.GraphDef, dict]:
-    """The structure and the model state of a model with another module for each `QuantDot`.
+    """Replaces each `QuantDot` of a model by a subclass of it, such as one that records statistics.
 
     Args:
-      state: of training; its ``params`` stay as they are.
-      make: (dot, stack) to what replaces it; stack: the leading axes of a stacked kernel.
+      graphdef, state: structure and training state of the model; they do not change.
+      make: (dot, stack) to the new module; stack: the leading axes of a stacked kernel.
+
+    Returns:
+      the new structure, and the new model state as a dict.
     """
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     for _, module in matmuls(model):
@@ -58,7 +67,7 @@ def replace_quant_dots(
 
 
 def kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
-    """The axes of the stack that a kernel is in, and the sizes that its matmul sums over and keeps."""
+    """The shape of the stack that a kernel is in, and the input and output dims of its matmul."""
     if isinstance(module, nnx.Einsum | nnx.LinearGeneral):
         return flax_layers.kernel_shape(module)
     *stack, in_dim, out_dim = module.kernel.shape
@@ -66,11 +75,14 @@ def kernel_shape(module: Any) -> tuple[tuple[int, ...], int, int]:
 
 
 def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, frozenset[int]]) -> None:
-    """Keeps matmuls in some blocks of the stacks as they were, whatever replaced them in the others.
+    """Keeps matmuls in high precision in some blocks of the stacks.
 
     Args:
-      first, last: blocks at either end of each stack, whose matmuls are all kept.
-      layers: path of a replaced matmul → further layers in which it is kept.
+      first, last: numbers of blocks at either end of each stack that keep all of their matmuls.
+      layers: path of a replaced matmul → further layers that keep it.
+
+    Raises:
+      ValueError: no stack, or no block between the first and last ones.
     """
     found = find_stacks(model)
     if not found and (first or last):
@@ -94,10 +106,10 @@ def keep_plain(model: nnx.Module, first: int, last: int, layers: Mapping[str, fr
 
 
 def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
-    """Gives gates `gated.silu` where their gradient is multiplied in FP8 with one scale.
+    """Gives gates `gated.silu` if their gradient is quantized to FP8 with per-tensor scales.
 
     Args:
-      recipes: of the matmuls, by path.
+      recipes: path of a matmul → its recipe.
     """
     gates = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, gated.Gated))
     for path, module in gates:
@@ -108,7 +120,11 @@ def set_silu(model: nnx.Module, recipes: Mapping[str, Recipe]) -> None:
 
 
 def _parts(kept: Mapping[str, frozenset[int]], num_layers: int) -> tuple[Part, ...]:
-    """The parts of a stack with matmuls that are kept in some layers."""
+    """The runs of consecutive layers with the same matmuls in high precision.
+
+    Args:
+      kept: path of a matmul inside of a block → the layers that keep it.
+    """
     plain = [frozenset(path for path, layers in kept.items() if i in layers) for i in range(num_layers)]
     groups = [list(group) for _, group in itertools.groupby(range(num_layers), key=plain.__getitem__)]
     return tuple(Part(group[0], group[-1] + 1, plain[group[0]]) for group in groups)

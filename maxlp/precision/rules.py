@@ -19,7 +19,7 @@ class Chosen(NamedTuple):
 
     Attributes:
       recipe: of the matmul.
-      plain: the layers in which it stays in high precision all the same.
+      plain: the layers of its stack in which it stays in high precision.
     """
 
     recipe: Recipe
@@ -41,8 +41,8 @@ def choose(
       ends: the numbers of first and last blocks that stay in high precision.
 
     Raises:
-      ValueError: a pattern that matches nothing, or a recipe for those blocks alone; two recipes for the
-        layers of a matmul.
+      ValueError: a pattern that matches no matmul, or only those blocks; two recipes for the layers of a
+        matmul.
     """
     shapes = {path: kernel_shape(module) for path, module in matmuls.items()}
     in_stacks = any(stack for stack, *_ in shapes.values())

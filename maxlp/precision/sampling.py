@@ -4,21 +4,21 @@
 
 Of the S tokens of a sequence k remain, the only ones that the backward pass needs: the winners C, which
 have the largest probabilities p, and k - |C| tokens drawn from the others with the probabilities
-q = p / (1 - Σ_C p). For each C the estimate has the right mean; |C| makes the factor of its variance,
-(1 - Σ_C p) / (k - |C|), the smallest. Without winners (C empty) it is column-row sampling.
+q = p / (1 - Σ_C p). For each C the estimate is unbiased; |C| is chosen to minimize the factor of its
+variance, (1 - Σ_C p) / (k - |C|). Without winners (C empty) it is column-row sampling.
 
 Liu et al. 2023 (arXiv:2305.15265), with three choices of our own:
 
 * The probabilities are proportional to ‖x_s‖, which the forward pass knows. The best ones, proportional to
   ‖x_s‖ ‖g_s‖, need the gradient. The paper takes ‖g_s‖ from the last step that had the same sample; in
-  pretraining there is none. Any probabilities give the right mean; these give a larger variance where the
-  norms of gradients differ much.
+  pretraining there is none. The estimate is unbiased with any probabilities; with these its variance is
+  larger where the norms of gradients differ much.
 * Each sequence is sampled by itself, and not the batch as one: no device needs tokens of another, and the
-  sample of the same values depends neither on the mesh nor on the microbatches. (A last bit is enough to
-  change it: behind a norm with equal gains all ‖x_s‖ are equal but for rounding. And a tensor axis may join
-  the rows of a CLIP to longer ones, see `families.clip.encoder.join_rows`.)
-* One token is drawn from each of k - |C| intervals of equal probability (stratified sampling). The mean is
-  the same, and the variance never larger than that of independent draws.
+  sample of the same values depends neither on the mesh nor on the microbatches. (Values that differ in the
+  last bit may give another sample: behind a norm with equal gains all ‖x_s‖ are equal but for rounding. And
+  a tensor axis may join the rows of a CLIP to longer ones, see `families.clip.encoder.join_rows`.)
+* One token is drawn from each of k - |C| intervals of equal probability (stratified sampling): also
+  unbiased, with a variance that is never larger than that of independent draws.
 
 Shape letters: S tokens of a sequence · K features · k tokens that remain.
 """
@@ -39,7 +39,7 @@ class Sampled(NamedTuple):
 
     Attributes:
       rows: (…, k, K), each times its weight in the sum over the tokens, in the dtype of the input.
-      index: int32 (…, k), the place of each in its sequence.
+      index: int32 (…, k), the position of each in its sequence.
     """
 
     rows: jax.Array
@@ -81,7 +81,7 @@ def sample(x: jax.Array, keep: float) -> Sampled | None:
 
 
 def sample_sequence(x_SK: jax.Array, num: int, key: jax.Array) -> Sampled:
-    """A sample of ``num`` tokens."""
+    """A sample of ``num`` tokens of one sequence; it may contain a token more than once."""
     norm_S = jnp.linalg.norm(x_SK.astype(jnp.float32), axis=-1)
     order_S = jnp.argsort(norm_S, descending=True)
     p_S = norm_S[order_S]  # times a constant, which cancels
@@ -99,7 +99,7 @@ def sample_sequence(x_SK: jax.Array, num: int, key: jax.Array) -> Sampled:
 
 
 def take(g: jax.Array, index: jax.Array) -> jax.Array:
-    """The tokens of an output's gradient (…, S, N) at the places (…, k): (…, k, N)."""
+    """The tokens of an output gradient (…, S, N) at the positions (…, k): (…, k, N)."""
 
     def of_sequences(g: jax.Array, index: jax.Array) -> jax.Array:
         return jnp.take_along_axis(g, index[..., None], axis=-2)
@@ -111,6 +111,6 @@ def take(g: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _automatic(fn: Callable, sharding: NamedSharding, out_specs: Any) -> Callable[..., Any]:
-    """``fn`` with automatic mesh axes, for what explicit ones do not shard by themselves."""
+    """``fn`` with automatic mesh axes, for operations that JAX does not shard on explicit ones."""
     out = jax.tree.map(functools.partial(NamedSharding, sharding.mesh), out_specs)
     return cast(Callable, jax.sharding.auto_axes(fn, out_sharding=out))

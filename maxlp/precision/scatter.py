@@ -1,15 +1,15 @@
-"""Gradients of kernels added and scattered over ``fsdp`` in 8 bits.
+"""Gradients of kernels reduce-scattered over ``fsdp`` in 8 bits.
 
-Every device has a gradient of the whole kernel, from its own rows of the batch, and keeps a part of the
-sum. By default XLA adds and scatters them in the dtype of the matmuls. Here
+Every device has a gradient of the whole kernel, from its own rows of the batch, and keeps a shard of the
+sum. By default XLA reduce-scatters them in the dtype of the matmuls. Here
 
     quantize    the device's gradient, with a float32 scale for each block of values
-    all-to-all  part i of every gradient to device i, in 8 bits
-    sum         of the parts in float32; then over ``data``, as by default
+    all-to-all  shard i of every gradient to device i, in 8 bits
+    sum         of the shards in float32; then over ``data``, as by default
 
 as in ZeRO++ (Wang et al. 2023, arXiv:2306.10209). Error feedback, as in `parallel.exchange`, would keep an
-error for each value of the whole model on every device, which FSDP is there to avoid. Rounding is
-stochastic instead: the expectation of a sum is the sum, so that what is small is not lost in every step.
+error for each value of the whole model on every device, which is the memory that FSDP saves. Rounding is
+stochastic instead: it is unbiased, so that small values are not lost in every step.
 
 Letters: D devices of ``data`` · F of ``fsdp`` · K, N dims of a kernel, one of them padded to blocks.
 """
@@ -32,7 +32,7 @@ from maxlp.parallel import exchange, sharding
 
 
 def set_format(model: nnx.Module, format_name: str) -> None:
-    """Makes the kernels in a model's blocks scatter their gradients in a format, in place."""
+    """Makes the kernels in a model's blocks reduce-scatter their gradients in a format, in place."""
     for blocks in find_stacks(model).values():
         for _, linear in nnx.iter_modules(blocks):
             if isinstance(linear, Linear):
@@ -57,7 +57,7 @@ def num_bytes(dim: int, format_name: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """A `layers.SumOverRows`. Adds the devices' gradients of a kernel (K, N).
+    """A `layers.SumOverRows` that reduce-scatters the devices' gradients of a kernel (K, N).
 
     Attributes:
       format_name: in `formats.FORMATS`; it has 8 bits.
@@ -76,7 +76,7 @@ class Scatter:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape["fsdp"] == 1:
             return product(*operands)
-        data = None if "data" in mesh.manual_axes else "data"  # where replicas are apart, there is one here
+        data = None if "data" in mesh.manual_axes else "data"  # manual axes: this is one replica's program
         D, F = 1 if data is None else mesh.shape["data"], mesh.shape["fsdp"]
         parts = sharding.axes_size(mesh, sharding.RULES[self.axes[self._whole]])
         leaves, structure = jax.tree.flatten(operands)
@@ -100,7 +100,7 @@ class Scatter:
         return jax.lax.reduce(sum_DKN.astype(kernel.dtype), jnp.zeros((), kernel.dtype), jax.lax.add, (0,))
 
     def _quantize(self, gradient_KN: jax.Array, parts: int) -> Quantized:
-        """In blocks along the dim that is not scattered, in whole ones on each device of ``tensor``."""
+        """Quantizes in blocks along the dim that is not scattered, none of which ``tensor`` splits."""
         of_part = gradient_KN.shape[self._whole] // parts
         size = block_size(of_part)
         padded_KN = _resize_parts(gradient_KN, self._whole, parts, of_part + -of_part % size)
@@ -115,9 +115,9 @@ class Scatter:
         )
 
     def _all_to_all(self, x_DFKN: jax.Array, data: str | None) -> jax.Array:
-        """Reshards from a split by the devices that computed the values to one by those that receive them.
+        """Reshards from the devices that computed the values to those that sum them.
 
-        As plain bytes: on devices without 8-bit floats XLA sends these as 16 bits.
+        Values are sent as int8 bits, because XLA sends 8-bit floats in 16 bits where a device lacks them.
         """
         of_kernel = sharding.spec(*self.axes)
         before = [None if dim == self._scattered else axis for dim, axis in enumerate(of_kernel)]
@@ -129,7 +129,7 @@ class Scatter:
 
     @property
     def _scattered(self) -> int:
-        """The dim of the kernel that ``fsdp`` splits."""
+        """The dim of the kernel that is sharded over ``fsdp``."""
         return ["fsdp" in sharding.axis_names(sharding.RULES[axis]) for axis in self.axes].index(True)
 
     @property
