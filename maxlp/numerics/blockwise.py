@@ -3,18 +3,19 @@
     value = scale · decode(code)
 
 Codes are numbers in one of the `formats.STATES`. bfloat16 and float8_e5m2 are rounded stochastically, and
-so are numbers that are never negative in float8_e4m3fn and float16: a second moment decays by 1 - b2 in a
-step, and rounded to nearest it would stay where that is less than half the distance to the next value.
-Signed numbers in these two, and numbers in dynamic8, companded8, int8 and int4, are rounded to nearest.
+so are unsigned numbers (second moments) in float8_e4m3fn and float16: a second moment loses the share
+1 - b2 in a step, and rounded to nearest it would never change where that is less than half the distance to
+the next value. Signed numbers in these two, and all in dynamic8, companded8, int8 and int4, are rounded to
+nearest.
 
 Scales are float32. Those of floats are powers of two (Fishman et al. 2024, arXiv:2409.12517, for
 float8; Balança et al. 2024, arXiv:2407.17353, for float16), so that encoding a decoded array again
 changes nothing; bfloat16 has a scale of 1. dynamic8 with blocks is Dettmers et al. 2021
 (arXiv:2110.02861), companded8 with blocks of 32 is FlashOptim (Ortiz et al. 2026, arXiv:2602.23349),
-but for its float16 scales, in which a small block underflows.
+except for its float16 scales, which underflow in small blocks.
 
-Nothing here compares float32 numbers with zero: XLA merges such zeros, as large as the array, with
-those that a scan adds gradients to, and a step would keep them in memory as arrays.
+Nothing here compares float32 arrays with zero. XLA would broadcast that zero to the shape of the array and
+merge it with the zeros from which a scan accumulates gradients, and the step would keep it in memory.
 """
 
 import jax
@@ -25,7 +26,7 @@ from maxlp.numerics.formats import FORMATS, Format, Quantized
 from maxlp.numerics.rounding import cast, drop_bits
 from maxlp.numerics.scales import scale_for
 
-SMALLEST_NORMAL = 1 << 23  # its bits in float32; XLA takes what is below for zero
+SMALLEST_NORMAL = 1 << 23  # the bits of float32's; XLA may treat subnormals as zero
 
 
 def encode(
@@ -41,17 +42,21 @@ def encode(
 
     Args:
       x: any shape, computed on in float32.
-      signed: False for numbers that are never negative. Those that are not zero or subnormal are then
-        stored as at least the smallest positive value of the format (not of bfloat16, which has float32's
-        range), because an update is divided by the root of a second moment.
-      block_size: entries of the last dim that share a scale; 0: all of a tensor.
-      layer_axes: number of leading axes that count tensors.
-      key: random key, for what is rounded stochastically.
+      signed: False for numbers that are never negative. Normal ones above zero are then stored as at least
+        the smallest positive value of the format, because an update is divided by the root of a second
+        moment. (bfloat16 has the range of float32 and needs no such bound.)
+      block_size: entries of the last dim that share a scale; 0 for one scale per tensor.
+      layer_axes: the number of leading axes that stack tensors.
+      key: random key, needed where rounding is stochastic.
+
+    Returns:
+      codes in the shape of ``x`` (half as long in 4 bits), and float32 scales.
     """
     to, x = FORMATS[name], x.astype(jnp.float32)
     scale = _scale(_amax(x, block_size, layer_axes), to)
-    # Large scales are in a unit in which no quotient underflows. To compare x itself with the codes
-    # would take memory: 1.3 GB in the step of a Llama 7B with GaLore (compiled).
+    # Below, nonzero entries are told from zeros. Where the scale is large, x / scale may underflow, so that
+    # they are told apart in 2^100 x / scale. (To compare x itself would take memory: 1.3 GB in the step of
+    # a Llama 7B with GaLore, as compiled.)
     unit = jnp.where(scale >= 1, jnp.float32(2.0**-100), 1.0)
     in_unit = x / _spread(scale * unit, block_size, x.shape)
     codes = _to_codes(in_unit * _spread(unit, block_size, x.shape), to, signed, key)
@@ -115,7 +120,7 @@ def _from_codes(codes: jax.Array, to: Format, signed: bool) -> jax.Array:
 
 
 def _smallest_code(to: Format) -> np.ndarray | None:
-    """The code of the smallest positive value; None for bfloat16, and for int4, which has no moments."""
+    """The code of the smallest positive value; None for bfloat16, and for int4, which stores no moments."""
     if not to.needs_scale or to.bits == 4:
         return None
     is_float = to.kind == "float"
@@ -123,12 +128,12 @@ def _smallest_code(to: Format) -> np.ndarray | None:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """As signed integers, which are positive where x is."""
+    """The bits of x as signed integers, which are positive where x is."""
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
 
 
 def _stochastic(y: jax.Array, to: Format, key: jax.Array | None) -> jax.Array:
-    """To one of the two neighbours in the format, from float32: no rounding to nearest precedes it."""
+    """float32 rounded to one of its two neighbours in the format; nothing is rounded to nearest before."""
     assert key is not None, f"{to.name} is rounded stochastically and needs a key"
     if to.needs_scale:
         return cast(y, to, "stochastic", key)
@@ -149,10 +154,10 @@ def _unpack(codes: jax.Array) -> jax.Array:
 
 
 def dynamic_values(signed: bool) -> np.ndarray:
-    """The 256 values of dynamic8 in ascending order, in [-1, 1] or [0, 1].
+    """The 256 values of dynamic8 in ascending order, in [-1, 1] or [0, 1], as float32.
 
-    0, 1, and in each of the decades 10^-7…10^-6, …, 10^-1…1 the centres of equal parts: 1, 2, 4, …,
-    64 of them on either side of zero, or twice as many if there is only one side.
+    They are 0, 1, and in each of the decades 10^-7…10^-6, …, 10^-1…1 the centres of equal parts: 1, 2, 4,
+    …, 64 of them on either side of zero, or twice as many without a sign.
     """
     values = [0.0, 1.0]
     for i in range(7):
@@ -187,10 +192,10 @@ def _dynamic_codes(y: jax.Array, signed: bool) -> jax.Array:
 
 
 def _companded_codes(y: jax.Array, signed: bool) -> jax.Array:
-    """Numbers in [-1, 1] or [0, 1], of which small ones are nearer to each other than large ones.
+    """uint8 codes of numbers in [-1, 1] or [0, 1]; companding gives small numbers the finer steps.
 
-    FlashOptim's two functions: softsign, normalized, for momentum, and the root for second moments, which
-    is what an update is divided by.
+    FlashOptim's two functions: normalized softsign for momentum, and for second moments the root, which is
+    what an update is divided by.
     """
     z = 127 + 127 * 2 * y / (1 + jnp.abs(y)) if signed else 255 * jnp.sqrt(y)
     return jnp.round(z).astype(jnp.uint8)

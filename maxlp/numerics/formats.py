@@ -1,8 +1,8 @@
 """Number formats by name.
 
-Besides those of the table, matmuls take simulated ones of X exponent and Y mantissa bits, rounded but kept,
-and multiplied, in a wider dtype: ``eXmY`` follows IEEE (the top exponent is infinity and NaN), ``eXmYfn``
-has no infinity and one NaN, as OCP's E4M3.
+Besides those of the table, matmuls take simulated formats of X exponent and Y mantissa bits, whose values
+are stored and multiplied in a wider dtype: ``eXmY`` follows IEEE (the top exponent is for infinity and
+NaN), ``eXmYfn`` has no infinity and a single NaN, as OCP's E4M3.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ class Format:
     Attributes:
       kind: ``float``, ``int``, ``dynamic`` (a table of values), ``companded`` (equal steps of a function
         of the value) or ``simulated``; the operands of a matmul must be of one kind.
-      exponent_bits: 0 unless it is a float.
-      mantissa_bits: explicit ones; of an integer, all but the sign.
+      exponent_bits: 0 unless it is a (simulated) float.
+      mantissa_bits: stored ones, without the implicit leading bit; of other kinds, all bits but the sign.
       max: the largest finite magnitude.
       dtype: dtype that holds the values; of int4 before two of them are packed into a byte.
       uses: ``states`` of optimizers (`blockwise`), ``matmuls`` (`quantized`).
       stochastic: whether all optimizer states are rounded stochastically, because their change in a step
-        is often less than half the distance of two values; second moments in floats always are.
+        is often less than half the distance between two values; second moments in floats always are.
       odd: only odd integers are values: a mid-rise grid, which has no zero.
       clip: the multiple of the root mean square at which clipping Gaussian data has the least squared
         error on this grid; 0 if unknown.
@@ -60,7 +60,7 @@ class Format:
 
     @property
     def needs_scale(self) -> bool:
-        """False if the exponent is as wide as float32's."""
+        """False if the exponent has the 8 bits of float32's."""
         return self.exponent_bits < 8
 
 

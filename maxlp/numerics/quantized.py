@@ -14,7 +14,7 @@ from maxlp.numerics.rounding import cast
 from maxlp.numerics.scales import amax, block_scales_for, rms, scale_for
 
 HADAMARD = 16  # neighbours that `rotate` mixes, by default
-LARGE_HADAMARD = 128  # of operands of the forward pass
+LARGE_HADAMARD = 128  # the same for operands of the forward pass
 
 
 def quantize(
@@ -35,10 +35,10 @@ def quantize(
 
     Args:
       granularity: the elements that share a scale. ``tensor``: all; ``row``: each vector along the
-        contraction (a token of the input, an output channel of the kernel), so that scales can be
+        contracted axes (a token of the input, an output channel of the kernel), so that scales can be
         applied to the product; ``block``: neighbours along the last contracted axis; ``tile``: squares of
         the last two axes; ``unscaled``: scale 1.
-      contract: the axes that the matmul sums over.
+      contract: the axes that the matmul contracts.
       delayed_amax: a scalar to take the scale from instead of the data's own amax (``tensor``
         only).
       margin, power_of_two: see `scales.scale_for`; not for blocks and tiles.
@@ -46,18 +46,21 @@ def quantize(
         data is least (``gaussian``, see `formats.Format`); ``tensor`` and ``row`` only.
       rounding: see `rounding.cast`. The key of ``stochastic`` is made from the data, so that no state has
         to be kept, and a repeated step rounds alike.
-      block_size: of blocks, and of the sides of tiles.
+      block_size: the number of elements in a block, and along each side of a tile.
       block_scales: of blocks and tiles, see `scales.block_scales_for`.
 
+    Returns:
+      codes in ``to.dtype`` and the shape of ``x``, with their scales.
+
     Raises:
-      ValueError: an axis that blocks do not divide; `pad_to_blocks` makes it fit.
+      ValueError: an axis that ``block_size`` does not divide; `pad_to_blocks` makes it fit.
     """
     if granularity in ("block", "tile"):
         axes = (contract[-1] % x.ndim,) if granularity == "block" else (x.ndim - 2, x.ndim - 1)
         return _quantize_blocks(x, to, axes, rounding, block_size, block_scales)
     if granularity == "unscaled":
         scale = jnp.ones((1,) * x.ndim, jnp.float32)
-        x = jnp.where(jnp.isfinite(x), x, jnp.nan)  # infinity would saturate, and no scale marks it
+        x = jnp.where(jnp.isfinite(x), x, jnp.nan)  # infinity would saturate, and a scale of 1 hides it
     else:
         axes = tuple(range(x.ndim)) if granularity == "tensor" else tuple(contract)
         largest = amax(x, axes) if delayed_amax is None else delayed_amax.reshape((1,) * x.ndim)
@@ -94,15 +97,16 @@ def _quantize_blocks(
 def key_from(x: jax.Array) -> jax.Array:
     """A random key that depends on the data alone."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    # Sums of integers that wrap around are the same in every order, and so on every mesh.
+    # Integer sums that wrap around are the same in every order of summation, and so on every mesh.
     return jax.random.fold_in(jax.random.key(0), jnp.sum(bits, dtype=jnp.uint32))
 
 
 def rotate(x: jax.Array, axis: int, size: int = HADAMARD, *, random_signs: bool = True) -> jax.Array:
-    """Mixes blocks of neighbours along an axis by one orthogonal matrix.
+    """Multiplies blocks of ``size`` neighbours along an axis by an orthogonal matrix; the dtype stays.
 
-    It is a Hadamard matrix, by default with random signs, which spreads an outlier over its block. It is
-    always the same, so that a product of two arrays that sums over the axis changes only by rounding.
+    It is a Hadamard matrix, by default with rows of random sign, which spreads an outlier over its block.
+    The signs are always the same, so that a product of two arrays that contracts the axis changes only by
+    rounding if both are rotated.
     """
     axis %= x.ndim
     split = _split_blocks(x, axis, size)
@@ -113,7 +117,7 @@ def rotate(x: jax.Array, axis: int, size: int = HADAMARD, *, random_signs: bool 
 
 
 def _hadamard(size: int, random_signs: bool) -> np.ndarray:
-    """Sylvester's matrix of 1 and -1, by random signs of its rows."""
+    """Sylvester's (size, size) matrix of 1 and -1, with its rows times random signs."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -122,22 +126,22 @@ def _hadamard(size: int, random_signs: bool) -> np.ndarray:
 
 
 def trusted(x: jax.Array, q: Quantized, to: Format) -> jax.Array:
-    """``x``, with no gradient where ``q`` is more than half a step away from it, because it was clipped.
+    """``x``, but without a gradient where ``q`` clips it by more than half a step of the grid.
 
-    QuEST's trust estimator (arXiv:2502.05003), for integers with a scale of their tensor or row.
+    QuEST's trust estimator (arXiv:2502.05003), for integer formats with one scale per tensor or row.
     """
     in_steps = jnp.abs(x.astype(jnp.float32)) * _inverse(q.scale)
     return jnp.where(in_steps <= to.max + (1.0 if to.odd else 0.5), x, jax.lax.stop_gradient(x))
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
-    # One division per scale: XLA may or may not turn a division of every element into this, and
-    # then the codes of values near a tie would depend on the program around them.
+    # One division per scale, and elements are multiplied. XLA may or may not turn a division of every
+    # element into this, so that the codes of values near a tie would depend on the program around them.
     return 1.0 / scale
 
 
 def pad_to_blocks(x: jax.Array, axis: int, size: int = MX_BLOCK) -> jax.Array:
-    """Appends zeros up to a multiple of a size; a sum over the axis does not change."""
+    """Appends zeros to an axis up to a multiple of ``size``, which changes no sum over the axis."""
     axis %= x.ndim
     missing = -x.shape[axis] % size
     pads = [(0, missing if i == axis else 0) for i in range(x.ndim)]
@@ -162,9 +166,9 @@ def _split_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def _with_whole_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """The array, on explicit mesh axes gathered along an axis that they would split within blocks.
+    """The array, gathered along an axis if explicit mesh axes shard it in parts with incomplete blocks.
 
-    On automatic mesh axes XLA exchanges what the devices need of each other's blocks.
+    On automatic mesh axes XLA exchanges the missing pieces of blocks between devices.
     """
     if (sharding := explicit_sharding(x)) is None or (names := sharding.spec[axis]) is None:
         return x
@@ -182,7 +186,7 @@ def _join_blocks(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _reshape(x: jax.Array, shape: tuple[int, ...], new_spec: Callable[[Any], tuple]) -> jax.Array:
-    """Reshapes; on explicit mesh axes ``new_spec`` makes the partition of the result from that of ``x``."""
+    """Reshapes; on explicit mesh axes ``new_spec`` maps the spec of ``x`` to that of the result."""
     if (sharding := explicit_sharding(x)) is None:
         return x.reshape(shape)
     spec = PartitionSpec(*new_spec(sharding.spec))
@@ -190,7 +194,7 @@ def _reshape(x: jax.Array, shape: tuple[int, ...], new_spec: Callable[[Any], tup
 
 
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """The sharding in the type of an array on explicit mesh axes, else None."""
+    """The sharding that an array's type carries on explicit mesh axes, else None."""
     sharding = jax.typeof(x).sharding
     types = sharding.mesh.axis_types
     return sharding if types and all(t == AxisType.Explicit for t in types) else None

@@ -13,11 +13,11 @@ from maxlp.numerics.formats import Format
 
 
 def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | None = None) -> jax.Array:
-    """Rounds to a format, in ``to.dtype``; magnitudes beyond ``to.max`` become ``±to.max``.
+    """Rounds to a format, in ``to.dtype``, and saturates: magnitudes beyond ``to.max`` become ``±to.max``.
 
-    Saturation follows OCP: infinities saturate too, and NaN stays NaN. (XLA's own conversion turns
-    465 into an E4M3 NaN.) Integers have no NaN and get 0; a scale from the same data is NaN and
-    marks them.
+    As in the OCP specification, infinities saturate too, and NaN stays NaN. (XLA's own conversion turns
+    465 into an E4M3 NaN.) Integers have no NaN: it becomes 0, and is visible only in a scale from the same
+    data, which is NaN.
 
     Args:
       x: any shape, computed on in float32.
@@ -36,15 +36,16 @@ def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | N
 def key_for(key: jax.Array, name: str) -> jax.Array:
     """The random key of one tensor, which depends on its name and not on what else is rounded.
 
-    An optimizer may be called with a part of the parameters at a time, as by `core.fused_backward`.
+    So the rounding is the same if an optimizer gets a part of the parameters at a time, as in
+    `core.fused_backward`.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = None) -> jax.Array:
-    """Rounds away the ``drop`` lowest mantissa bits of float16 or float32 numbers; NaN stays NaN.
+    """Rounds away the ``drop`` lowest mantissa bits of float16 or float32 numbers, in the same dtype.
 
-    Subnormals are rounded on the same grid of bits. A magnitude may be rounded up to infinity.
+    Subnormals lose the same bits. A magnitude may be rounded up to infinity; NaN stays NaN.
 
     Args:
       rounding: as in `cast`.
@@ -63,7 +64,7 @@ def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = 
 
 
 def _round(x: jax.Array, to: Format, rounding: str, noise: jax.Array | None) -> jax.Array:
-    """float32 ``|x| <= to.max`` to the values of a format, still in float32; noise is 32 bits each."""
+    """Rounds float32 ``|x| <= to.max`` to a format, still in float32; noise: uint32 like ``x``, or None."""
     if to.odd:
         return 2 * _to_integer(x / 2 + 0.5, rounding, noise) - 1
     if not to.exponent_bits:

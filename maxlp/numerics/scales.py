@@ -1,4 +1,4 @@
-"""Scales, which map the largest magnitude of an array to the largest number of a format.
+"""Scales, which map the amax (largest magnitude) of an array to the largest number of a format.
 
 A quantized array is ``values * scale``: the scale multiplies in dequantization (Transformer Engine
 calls it ``scale_inv``). Scales are float32. Multiplying by a power of two rounds nothing, so that
@@ -15,23 +15,23 @@ import numpy as np
 from maxlp.numerics.formats import FORMATS, Format
 
 _E4M3 = FORMATS["float8_e4m3fn"]
-_TINY = float(jnp.finfo(jnp.float32).tiny)  # smallest normal: what is below may be flushed to zero
+_TINY = float(jnp.finfo(jnp.float32).tiny)  # the smallest normal: subnormals may be flushed to zero
 
 
 def amax(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
-    """float32 ``max |x|`` over the axes (kept, with size 1) or, by default, of everything (a scalar).
+    """float32 ``max |x|`` over the axes (kept, with size 1) or, by default, over all (a scalar).
 
-    NaN if there is one.
+    It is NaN if an element is.
     """
     largest = functools.partial(jnp.max, axis=axes, keepdims=axes is not None)
 
     def of_bits(x: jax.Array) -> jax.Array:
-        # As integers, magnitudes have the same order and NaN comes last.
+        # The bits of magnitudes, as integers, have the same order, and those of NaN are the largest.
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
         return jax.lax.bitcast_convert_type(largest(bits), jnp.float32)
 
-    # XLA's maximum on CPUs loses NaN in float32 arrays of a few thousand numbers. On GPUs it does not, and
-    # is fused with more than a maximum of integers.
+    # On CPUs XLA's maximum loses NaN in float32 arrays of a few thousand numbers. On GPUs it does not, and
+    # XLA fuses it with more than a maximum of integers.
     magnitudes = jnp.abs(x.astype(jnp.float32))
     return jax.lax.platform_dependent(magnitudes, cpu=of_bits, default=largest)
 
@@ -42,12 +42,12 @@ def rms(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def scale_for(amax: jax.Array, to: Format, *, margin: float = 0.0, power_of_two: bool = False) -> jax.Array:
-    """The scale that maps ``amax * 2^margin`` to ``to.max``.
+    """The float32 scale that maps ``amax * 2^margin`` to ``to.max``, in the shape of ``amax``.
 
     A power of two is rounded up so that nothing saturates: ``2^ceil(log2(amax / max))``, the rule
-    for MX of Mishra et al. 2025 (arXiv:2506.08027). The scale of zeros is 1, or almost 0 in a format
-    that has no zero. A non-finite amax is returned as it is, so that non-finite data gives a non-finite
-    product as it does in bfloat16.
+    for MX of Mishra et al. 2025 (arXiv:2506.08027). If the amax is 0 the scale is 1, or almost 0 for a
+    format without a zero. If the amax is not finite it is the scale, so that non-finite data gives a
+    non-finite product, as it does in bfloat16.
     """
     if power_of_two:
         scale = ceil_power_of_two(amax, to.max / 2.0**margin)
@@ -69,23 +69,23 @@ def ceil_power_of_two(x: jax.Array, top: float = 1.0) -> jax.Array:
 
 
 def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array, jax.Array | None]:
-    """The scales of blocks with these largest magnitudes, and the tensor's own scale if there is one.
+    """The float32 scales of blocks, and the scale of the whole tensor, a scalar, or None if there is none.
 
     Args:
       amax: float32, one for each block.
       rule: ``up``: the power of two of `scale_for`, with which nothing saturates. ``floor``: the power of
         two of the OCP MX specification, ``2^(floor(log2(amax)) - floor(log2(max)))``, with which the
-        largest ones may. ``float32``: exact (DeepSeek-V3, arXiv:2412.19437). ``e4m3``: an E4M3 number,
-        times a float32 scale of the tensor that maps its largest magnitude to the largest of both formats
-        (NVFP4).
+        largest elements may saturate. ``float32``: not rounded (DeepSeek-V3, arXiv:2412.19437). ``e4m3``:
+        rounded to E4M3, times a float32 scale of the tensor that maps its amax to the product of the
+        largest numbers of E4M3 and ``to`` (NVFP4, arXiv:2509.25149).
     """
     if rule == "floor":
         return jnp.where(amax == 0, 1.0, _floor_power_of_two(amax, to.max)), None
     if rule != "e4m3":
         return scale_for(amax, to, power_of_two=rule == "up"), None
-    # The scale of its smallest blocks, 2^-9 times as large, must be a normal number too.
+    # Times the smallest scale of a block, 2^-9, it must be a normal number too.
     of_tensor = jnp.maximum(scale_for(jnp.max(amax) / _E4M3.max, to), _TINY * 2.0**9)
-    # Blocks too small for an E4M3 number get its smallest one; NaN and infinity are in the tensor's scale.
+    # Scales too small for E4M3 become its smallest number. NaN and infinity pass into the tensor's scale.
     exact = jnp.nan_to_num(amax / (to.max * of_tensor), nan=1.0)
     rounded = exact.astype(_E4M3.dtype).astype(jnp.float32)
     return jnp.clip(rounded, 2.0**-9, _E4M3.max), of_tensor

@@ -1,19 +1,18 @@
 """How quantization treats each tensor of each layer: saturation, underflow and the age of scales.
 
-`measure` is a training pass over a model whose `QuantDot`s are replaced by `Probe`s, which count.
-Its gradients are not used, so XLA leaves out the matmuls of the kernels' gradients. Run it every
-few hundred steps. A head that computes its logits in chunks is not measured.
+`measure` is a forward and backward pass over a model whose `QuantDot`s are replaced by `Probe`s, which
+record statistics. Its gradients are not used, so XLA leaves out the ``drhs`` matmuls. Run it every few
+hundred steps. A head that computes its logits in chunks is not measured.
 
 For each input, kernel and output gradient, in the format of the first matmul that uses it:
 
 * ``amax``: the largest magnitude.
-* ``scale``: the one in use; the largest, if rows or blocks have their own. Zeros, whose scale is 1, do not
-  count.
+* ``scale``: the one in use; the largest, if rows or blocks have their own. Those of zeros alone, which are
+  1, do not count.
 * ``age``: steps since the amax that a delayed scale comes from; 0 for a current scale.
-* ``saturated``: share of the elements beyond the largest number. More than a few in a million means
-  that the history is too short, or that the tensor grows: a channel aligns, the learning rate is
-  too high.
-* ``underflow``: share of the nonzero elements that become zero. A few per cent are usual (for E5M2
+* ``saturated``: the fraction of elements that saturate. More than a few in a million means that the history
+  is too short, or that the tensor grows: a channel aligns, the learning rate is too high.
+* ``underflow``: the fraction of nonzero elements that become zero. A few per cent are usual (for E5M2
   fewer); much more means that outliers set the scale.
 
 And for each SwiGLU, from its kernels alone: ``corr``, the correlation of a channel's gate and up
@@ -50,7 +49,7 @@ Measurement = dict[str, dict[str, jax.Array]]  # path → "input/amax" → (…l
 LossScaleOf = Callable[[Any], jax.Array | None]
 
 
-# --- counting -----------------------------------------------------------------------------------------
+# --- statistics ---------------------------------------------------------------------------------------
 
 
 class Health(nnx.Variable):
@@ -89,7 +88,7 @@ class Probe(QuantDot):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _watched(recipe: Recipe, y: jax.Array, history: jax.Array | None, stats: jax.Array) -> jax.Array:
-    """Returns ``y``; the "gradient" of ``stats`` is the statistics of the gradient of ``y``."""
+    """Returns ``y``; ``stats`` get the statistics of its gradient, see `delayed.OverwriteWithGradient`."""
     return y
 
 
@@ -127,15 +126,15 @@ def statistics(recipe: Recipe, tensor: str, x: jax.Array, history: jax.Array | N
 
 
 def shares(operand: Operand, x: jax.Array, values: jax.Array, scales: jax.Array) -> list[jax.Array]:
-    """The shares of a tensor that saturate and that underflow, see above.
+    """The fractions of a tensor's elements that saturate and that underflow, see above: float32 scalars.
 
     Args:
-      values: what it was quantized to.
-      scales: of each element.
+      values: the codes to which ``x`` was quantized.
+      scales: the scale of each element, in the shape of ``x``.
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
     nonzero = magnitude > 0
-    # A scale is rounded, and so the amax it was made for may exceed the largest number by a rounding error.
+    # A scale is rounded, so that its own amax may exceed the largest number by a rounding error.
     saturated = magnitude > scales * (formats.get(operand.format).max * (1 + 2.0**-16))
     vanished = nonzero & (values.astype(jnp.float32) == 0)
     return [_count(saturated) / x.size, _count(vanished) / jnp.maximum(_count(nonzero), 1)]
@@ -194,7 +193,7 @@ def measure(
 ) -> Measurement:
     """The statistics of every quantized layer on one batch.
 
-    Run it under jit, with a replicated result; `probe` does both.
+    Call it in a jitted function with replicated results, as `probe` does.
 
     Args:
       state: a training state; it does not change.
@@ -267,7 +266,7 @@ def flatten(found: Measurement) -> dict[str, float]:
 
 
 def summary(flat: Mapping[str, float]) -> dict[str, float]:
-    """The worst layer of each statistic that has one: ``health/input/saturated`` and so on."""
+    """The largest value over all layers, for statistics with a worst layer: ``health/input/saturated`` …"""
     worst: dict[str, float] = {}
     for key, value in flat.items():
         _, tensor, name = key.rsplit("/", 2)
@@ -278,7 +277,7 @@ def summary(flat: Mapping[str, float]) -> dict[str, float]:
 
 
 def lines(flat: Mapping[str, float]) -> list[tuple[str, str]]:
-    """One line for each tensor of each stack of layers: its ranges, and where it is worst."""
+    """(name, text) of each tensor of each stack of layers: ranges over the layers, and the worst layer."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for key, value in flat.items():
         path, tensor, name = key.removeprefix("health/").rsplit("/", 2)

@@ -26,7 +26,7 @@ def probe(
 ) -> Callable[[Any, Any], dict[str, float]]:
     """Returns a compiled function (state, batch) to metrics: ``magnitude/<path>/<layer>`` of each block.
 
-    It must be called, like this function, with the mesh set.
+    This function and its result must be called with the mesh set.
 
     Args:
       loss: (model, batch, step) to the loss, a `core.gradients.Loss`; its value is not computed.

@@ -1,14 +1,14 @@
 """Smooth-SwiGLU (Fishman et al. 2024, arXiv:2409.12517): keeps the outliers of a gated product out of FP8.
 
-SwiGLU is quadratic where its two branches point the same way, and after long training this happens
-in some channels: a delayed scale for the whole product then saturates, and a current one flushes
-the other channels to zero. Here channels are divided by powers of two ``s`` before quantization,
-and the rows of the down projection's kernel are multiplied by them. The function, and every
-gradient, is unchanged bit for bit.
+SwiGLU is quadratic in a channel whose gate and up weights align, which happens in some channels after long
+training. With a delayed scale for the whole product this channel then saturates, and with a current one the
+other channels are flushed to zero. Here channels are divided by powers of two ``s`` before quantization,
+and the rows of the down projection's kernel are multiplied by them. Without quantization the function and
+every gradient would be unchanged bit for bit.
 
-``s`` is computed from the product, in the ``dot_general`` of the down projection. The paper folds
-it into the up projection's output; a power of two may be applied before or after, and here models
-do not depend on it. Over data shards it is global, over tensor shards local.
+``s`` is computed from the product, in the ``dot_general`` of the down projection. The paper applies it to
+the output of the up projection. A power of two gives the same at either place, and here models do not
+depend on it. A channel has one ``s`` for all data-parallel devices; tensor parallelism shards the channels.
 
 Which form helps, measured on the product of 1024 channels, one of them aligned, 512 tokens, E4M3
 per tensor for product and kernel. Relative error of the contribution of the *other* channels to
@@ -23,15 +23,15 @@ the output (total error in brackets; "jump": the history is from before the chan
     6.4e5     0.66      (1.00)     0.71       0.038      0.17
     1.0e7     1.00      (1.00)     1.00       0.039      0.51
 
-* ``channel``, the paper's: ``s = max |h_i|``. Nothing saturates, but the outlier moves into the
-  kernel, whose scale must be current; beyond a spread of about 1e4 the other rows of the kernel are
-  flushed.
+* ``channel``, the paper's: ``s = max |h_i|``. Nothing saturates, but the outlier moves into the kernel,
+  whose scale must be current; beyond a spread of about 1e4 the other rows of the kernel are flushed to
+  zero.
 * ``balanced``: ``s = sqrt(max |h_i| / max |w_i|)`` shares the spread between product and kernel (as
   in SmoothQuant, Xiao et al. 2022, arXiv:2211.10438), both with current scales. It holds
   everywhere.
 * ``token``: one factor per token, which the output is multiplied by. This is what the authors'
   published code does (there it is the maximum of the linear branch; here of the product, which is
-  what is quantized). It bounds the product's growth between tokens, not between channels.
+  what is quantized). It evens out the magnitudes of tokens, not those of channels.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from maxlp import schema
 from maxlp.numerics.scales import amax, ceil_power_of_two
 from maxlp.precision.recipes import Operand, Recipe, SmoothForm
 
-# Each form, and the tensors whose scales must be current because they jump with the factors.
+# Form → the tensors whose scales must be current, because their amax jumps with the factors.
 _CURRENT = {"none": (), "channel": ("kernel",), "balanced": ("input", "kernel"), "token": ()}
 
 
@@ -62,7 +62,7 @@ def smooth(recipe: Recipe, form: str) -> Recipe:
 
 
 def factors(x: jax.Array, kernel: jax.Array, form: str) -> jax.Array:
-    """The powers of two that divide ``x`` (…, K): float32 (K,), or (…, 1) for ``token``; 1 for zeros."""
+    """The divisors of ``x`` (…, K), powers of two: float32 (K,), or (…, 1) for ``token``; 1 for zeros."""
     x, kernel = jax.lax.stop_gradient((x, kernel))
     if form == "token":
         return _power_of_two(amax(x, (x.ndim - 1,)), x.dtype)
@@ -76,7 +76,7 @@ def balanced(amax_K: jax.Array, kernel: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 
 def _power_of_two(s: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``s`` rounded up, and within a range in which ``dtype`` (float16 up to 2^15) has its inverse too."""
+    """``s`` rounded up, in the range in which ``dtype`` also has the inverse (in float16 up to 2^15)."""
     top = 2.0 ** min(60, jnp.finfo(dtype).maxexp - 1)
     usable = (s > 0) & jnp.isfinite(s)
     return ceil_power_of_two(jnp.where(usable, jnp.clip(s, 1 / top, top), 1.0))

@@ -1,15 +1,13 @@
-"""Recipes whose operands are switched on one by one, as inputs of the program (`run.attribution`).
+"""Recipes whose operands are quantized or not by switches, inputs of the program (`run.attribution`).
 
 `replace.replace_quant_dots` puts a `SwitchDot` in the place of each `QuantDot`. It has a boolean, at
-first False, for each operand of its three matmuls. With both of its operands on, a matmul is that of the
-recipe; with none on, that of `layers.dot_general`; with one on, the quantized operand is multiplied in
-float32 by the other one in its own dtype. What has no switch stays on: the smoothing of a gated product
-(`smooth_swiglu`) and the rotation of ``fwd``, which change nothing but rounding by themselves. The
-product of rotated operands equals the plain one to within the rounding of their dtype.
+first False, for each operand of its three matmuls. A matmul with both operands on is that of the recipe;
+with both off, that of `layers.dot_general`; with one on, the quantized operand is multiplied in float32 by
+the other one in its own dtype. What has no switch stays on: the smoothing of a gated product
+(`smooth_swiglu`) and the rotation of ``fwd``, which by themselves change nothing but rounding.
 
-A trust mask belongs to the quantized operand of ``fwd``: where that is off nothing is clipped, and
-the whole gradient passes. Sampling of tokens (``keep`` below 1) has no switch: `run.attribution`
-refuses it.
+A trust mask belongs to an operand of ``fwd``: where that is off nothing is clipped, and the whole gradient
+passes. Sampling of tokens (``keep`` below 1) has no switch, and `run.attribution` refuses it.
 
 What an operand is quantized to does not depend on the other switches: if the recipe makes the
 operand of a backward matmul from the quantized one of the forward pass, so does its switch.
@@ -33,8 +31,8 @@ from maxlp.precision.health import shares
 from maxlp.precision.inject import matmuls
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
 
-# Of an operand: the shares that saturate and underflow (`health`), and the relative error of the product
-# ``‖y - y0‖ / ‖y0‖``, which is measured where one of a matmul's switches is on.
+# Of an operand: the fractions that saturate and underflow (`health`), and the relative error of the
+# product, ``‖y - y0‖ / ‖y0‖``, which is measured where only one operand of a matmul is quantized.
 STATISTICS = ("saturated", "underflow", "error")
 
 
@@ -85,9 +83,9 @@ class SwitchDot(QuantDot):
 
 
 def switchable(recipe: Recipe) -> dict[tuple[str, str], Operand]:
-    """What a recipe quantizes: (matmul, tensor) to the form.
+    """What a recipe quantizes: (matmul, tensor) → how.
 
-    A matmul that the recipe leaves in high precision takes the saved form of the forward pass, which
+    A backward matmul that the recipe leaves in high precision takes the residual of the forward pass, which
     may be quantized.
     """
     found = {
@@ -251,7 +249,7 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
 
 
 def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An operand quantized and not, in float32, and its shares that saturate and underflow."""
+    """An operand quantized and not, in float32, and its fractions that saturate and underflow."""
     x = x.astype(jnp.float32)
     if operand is None:
         return x, x, jnp.zeros(2)

@@ -1,13 +1,14 @@
 """Taps: every tensor between the layers of a model, recorded and replaced, forward and backward.
 
-    y = tap(x, given)        forward:  y = given[0]         where that is a number, else x
-                             backward: dx = given[1]        where that is a number, else dy
+    y = tap(x, given)        forward:  y = given[0]         where that is not NaN, else x
+                             backward: dx = given[1]        where that is not NaN, else dy
                              the "gradient" of given is (x, dy)
 
-With ``given`` all NaN the program is the model's own, and records. With the values that another program
-has recorded, what a layer computes depends on these alone: a difference appears where it arises, and not
-in what follows. ``given`` is state of the backward pass (`delayed.OverwriteWithGradient`), so that taps
-work in every program of gradients: scanned or unrolled, with remat, on any mesh without stages.
+With ``given`` all NaN the program computes what the model does, and records. With the values that another
+program has recorded, each layer computes from these alone, so that a difference between the programs
+appears only in the layer where it arises. ``given`` is overwritten with its gradient
+(`delayed.OverwriteWithGradient`), so that taps work in every program that computes gradients: scanned or
+unrolled, with remat, on any mesh without pipeline stages.
 
 A tap is at the input and at the output of each module in `TAPPED`; layers of the same input
 (`layers.of_same_input`) share the first one's tap there.
@@ -30,7 +31,7 @@ from maxlp.precision.delayed import OverwriteWithGradient
 
 TAPPED = (Linear, Embed, RMSNorm, LayerNorm, LayerScale)
 UNTAPPED = ("lm_head",)  # a loss in chunks applies it to pieces of the sequence; its input has a tap
-ENDS = {"input": "tap_input", "output": "tap_output"}  # to the names of the variables
+ENDS = {"input": "tap_input", "output": "tap_output"}  # → names of the variables
 
 Path = tuple[Any, ...]  # of a tap's variable in model_state
 
@@ -61,7 +62,7 @@ def with_taps(
 
     Args:
       state: with ``params`` and ``model_state``, which may be abstract.
-      trace: (structure, state) to anything, traced here to see the tensors.
+      trace: (structure, state) to any result; it runs the model, and is traced here for the shapes.
     """
     found = _Found()
     jax.eval_shape(functools.partial(trace, _modified(graphdef, state, found)[0]), state)

@@ -1,4 +1,4 @@
-"""Which settings of a recipe change nothing."""
+"""Finds precision settings that have no effect on a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from maxlp.precision.recipes import RECIPES, Operand, RecipeOptions, make_recipe
 
 
 def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
-    """The message about the first setting of a recipe that changes nothing, if there is one.
+    """The message about the first setting without effect; None if there is none.
 
     Args:
       matmuls: path of each matmul of the model → its recipe, from `apply`.
@@ -45,7 +45,7 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
 
 
 def unused_options(name: str, options: RecipeOptions) -> dict[str, str]:
-    """The set options that change nothing in the recipe of that name: option → why it has no effect."""
+    """Those of the options that change nothing in the recipe of that name: option → the reason."""
     recipe = make_recipe(name, **vars(options))
     operands = [operand for uses in recipe.operands.values() for operand in uses]
     found = {}

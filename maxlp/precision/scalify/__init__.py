@@ -1,8 +1,8 @@
 """Scale propagation (Balança et al. 2024, arXiv:2407.17353): 16-bit programs without a loss scale.
 
-An array is ``data * 2**exponent`` (`Scaled`). `scalify` runs a program on such pairs. The data stays near
-1, where float16 and FP8 are precise; the exponents hold the magnitudes, which neither underflow nor
-overflow::
+An array is a pair of data and a scale, ``data * 2**exponent`` (`Scaled`), and `scalify` runs a program on
+such pairs. The data stays near 1, where float16 and FP8 are precise; the magnitudes are in the int32
+exponents, so that they neither underflow nor overflow::
 
     @jax.jit
     @scalify

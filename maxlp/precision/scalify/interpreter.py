@@ -1,7 +1,8 @@
-"""`scalify`: runs a program on pairs of data and scale, equation by equation.
+"""`scalify`: an interpreter that runs a program on pairs of data and scale, equation by equation.
 
 A value is `Scaled` if it depends on a `Scaled` input. Everything else is computed as before, except that
-scalars get a scale, so that the mean of a million tokens does not begin with 1e-6 in float16.
+scalars get a scale: a mean over a million tokens may begin with the factor 1e-6, which float16 cannot hold
+precisely.
 """
 
 import functools
@@ -40,11 +41,11 @@ class MissingRuleError(ValueError):
 
 
 def scalify(fn: Callable) -> Callable:
-    """``fn`` on `Scaled` arrays: the same numbers, with scales that are carried along.
+    """``fn`` on `Scaled` arrays: the same function, with scales that are propagated beside the data.
 
-    Apply it after autodiff (to ``jax.grad(loss)``, or to a whole update), so that gradients get scales of
-    their own, and below `jax.jit`. ``fn`` is traced with the shapes and dtypes of the data: with float16
-    data it computes in float16, and sums in float32.
+    Apply it outside autodiff (to ``jax.grad(loss)``, or to a whole update), so that gradients get scales of
+    their own, and inside `jax.jit`. ``fn`` is traced with the shapes and dtypes of the data: with float16
+    data it computes in float16, and accumulates sums in float32.
 
     Args:
       fn: from trees of arrays to a tree of arrays.
@@ -70,7 +71,7 @@ def scalify(fn: Callable) -> Callable:
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-    """The outputs of a program."""
+    """The outputs of a jaxpr for inputs of which some are `Scaled`."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(v: Any) -> Value:
@@ -79,7 +80,7 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list
     for eqn in jaxpr.eqns:
         try:
             outputs = _apply(eqn, [read(v) for v in eqn.invars])
-        except MissingRuleError as error:  # inside of a call, JAX knows only the lines below the call
+        except MissingRuleError as error:  # an equation inside a call may have no line: then the call's
             error.line = error.line or _source(eqn)
             raise
         known |= zip(eqn.outvars, outputs, strict=True)
@@ -109,7 +110,7 @@ def _apply(eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
 
 
 def _keeps_number(eqn: JaxprEqn) -> bool:
-    """Whether the outputs of a constant are the same constant."""
+    """Whether an equation of one constant returns the same number, in another shape or float dtype."""
     [out, *more] = eqn.outvars
     is_move = eqn.primitive.name in (*MOVES, "convert_element_type", "stop_gradient")
     return is_move and not more and is_float(out.aval.dtype)
@@ -134,7 +135,7 @@ def _scaled_if_float(x: Value) -> Value:
 
 
 def _closed(parameter: str) -> Callable:
-    """The rule of a call: its program, in place."""
+    """The rule of a call, which interprets the jaxpr in its parameter inline."""
 
     def call(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
         inner = eqn.params[parameter]
@@ -144,7 +145,7 @@ def _closed(parameter: str) -> Callable:
 
 
 def _remat(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
-    """The barrier is what JAX puts before a recomputation, so that XLA does not merge it with the first."""
+    """With JAX's barrier before a recomputation, which XLA would otherwise merge with the original."""
     if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
         arrays = [array(x) if isinstance(x, Constant) else x for x in inputs]
         inputs = jax.lax.optimization_barrier(arrays)
@@ -152,7 +153,7 @@ def _remat(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
 
 
 def _scan(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
-    """Every float that is carried or stacked is `Scaled`; what is stacked gets one exponent afterwards."""
+    """Every float that is carried or stacked is `Scaled`; stacked outputs get one exponent at the end."""
     p = eqn.params
     inner, length = p["jaxpr"], p["length"]
     # Stacked values have one axis more than in the body. (JAX 0.12 does not record how many there are.)
@@ -179,14 +180,14 @@ def _scan(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
 
 
 def _stacked(x: Value, length: int) -> Value:
-    """A value whose exponent is repeated for each slice along the first axis."""
+    """An input to scan over: each slice along its first axis gets a copy of the exponent."""
     if isinstance(x, Scaled):
         return Scaled(x.data, jnp.broadcast_to(x.exponent, (length,)))
     return array(x)
 
 
 def _joined(y: Value) -> Value:
-    """The inverse: slices with exponents of their own, under the largest of them."""
+    """A stacked output, whose slices have exponents of their own, with their largest exponent for all."""
     if not isinstance(y, Scaled):
         return y
     exponent = jnp.max(y.exponent)

@@ -1,7 +1,7 @@
-"""Marks in a model for `scalify`: identities, unless the program around them is scalified.
+"""Markers in a model that `scalify` acts on; in other programs they are identities.
 
-They are names of values (`jax.ad_checkpoint.checkpoint_name`), so that JAX transforms and compiles them as
-it does every name.
+They are named values (`jax.ad_checkpoint.checkpoint_name`), which JAX can differentiate, transform and
+compile without further rules.
 """
 
 import functools
@@ -11,14 +11,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 RESCALE = "scalify_rescale_l2"
-FP8 = {f"scalify_{name}": name for name in ("float8_e4m3fn", "float8_e5m2")}  # to the name of the format
+FP8 = {f"scalify_{name}": name for name in ("float8_e4m3fn", "float8_e5m2")}  # marker → format
 
 
 @jax.custom_vjp
 def dynamic_rescale_l2_grad(x: jax.Array) -> jax.Array:
-    """Moves the magnitude of the gradient of ``x`` to its scale: its data has a root mean square near 1.
+    """Returns ``x``, and rescales its gradient: under `scalify` the data gets a root mean square near 1.
 
-    For the input of norms (Balança et al., section 4).
+    For the input of norms (Balança et al. 2024, arXiv:2407.17353, section 4).
     """
     return x
 
@@ -38,7 +38,7 @@ dynamic_rescale_l2_grad.defvjp(_rescale_fwd, _rescale_bwd)
 def fp8_dot_general(
     x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any
 ) -> jax.Array:
-    """`nn.layers.dot_general` whose matmuls multiply E4M3 data, and E5M2 data of the output's gradient."""
+    """`nn.layers.dot_general`; under `scalify` of E4M3 inputs and kernels and E5M2 output gradients."""
     x, kernel = _e4m3(x), _e4m3(kernel)
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 

@@ -1,7 +1,7 @@
 """One rule for each primitive: what it does to data and exponents.
 
-A rule takes the equation and its inputs, of which at least one is `Scaled`, and returns its outputs.
-Balança et al. 2024 (arXiv:2407.17353), appendix A, except where a rule says otherwise.
+A rule takes the equation and its inputs, of which at least one is `Scaled`, and returns its outputs. The
+rules are those of Balança et al. 2024 (arXiv:2407.17353), appendix A, except where one says otherwise.
 """
 
 import math
@@ -40,17 +40,18 @@ def _with(exponent: jax.Array, outputs: list[jax.Array]) -> list[Value]:
     return [Scaled(x, exponent) if is_float(x.dtype) else x for x in outputs]
 
 
-# --- data and exponent apart -----------------------------------------------------------------------------
+# --- data and exponent separately
+# -----------------------------------------------------------------------------
 
 
 def keep(eqn: JaxprEqn, x: Value, *rest: Value) -> list[Value]:
-    """Moves, negates or picks elements of the first input: the same exponent."""
+    """For primitives that move, negate or select elements of the first input: the exponent stays."""
     x = as_scaled(x)
     return _with(x.exponent, bind(eqn, x.data, *map(array, rest)))
 
 
 def keep_each(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
-    """As many outputs as inputs, each with the exponent of its input."""
+    """For primitives with an output for each input, which keeps the exponent of that input."""
     outputs = bind(eqn, *(x.data if isinstance(x, Scaled) else array(x) for x in inputs))
     return [
         Scaled(y, x.exponent) if isinstance(x, Scaled) else y for x, y in zip(inputs, outputs, strict=True)
@@ -96,7 +97,7 @@ def convert(eqn: JaxprEqn, x: Scaled) -> list[Value]:
 
 
 def bitcast(eqn: JaxprEqn, x: Scaled) -> list[Value]:
-    """The bits of the numbers themselves; JAX 0.12 has them in the derivative of erfc."""
+    """The bits of the values, not of the data; JAX 0.12 uses them in the derivative of erfc."""
     return [*bind(eqn, value(x).astype(x.data.dtype))]
 
 
@@ -144,7 +145,7 @@ def dot_general(eqn: JaxprEqn, x: Value, y: Value) -> list[Value]:
 
 
 def scatter_add(eqn: JaxprEqn, x: Value, indices: jax.Array, updates: Value) -> list[Value]:
-    """Which terms are added depends on the indices, so their number is unknown."""
+    """How many terms are added depends on the indices, so no power of two moves to the exponent."""
     (x_data, updates_data), exponent = align(x, updates)
     params = {key: eqn.params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
     total = jax.lax.scatter_add(
@@ -161,7 +162,7 @@ def scatter_add(eqn: JaxprEqn, x: Value, indices: jax.Array, updates: Value) -> 
 
 
 def aligned(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
-    """Adds, compares or joins all inputs."""
+    """For primitives that add, compare or join their inputs."""
     data, exponent = align(*inputs)
     return _with(exponent, bind(eqn, *data))
 
@@ -180,7 +181,7 @@ def update_slice(eqn: JaxprEqn, x: Value, update: Value, *starts: jax.Array) -> 
 
 
 def by_value(eqn: JaxprEqn, *inputs: Value) -> list[Value]:
-    """A function of the numbers themselves, computed in float32; the scale of the result is 1."""
+    """For functions that no scale passes through: of the values in float32; the result has the scale 1."""
     dtypes = [v.aval.dtype for v in eqn.outvars]
     outputs = bind(eqn, *map(value, inputs))
     return _with(jnp.int32(0), [y.astype(dtype) for y, dtype in zip(outputs, dtypes, strict=True)])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ZERO = -10_000  # the exponent of zeros: below all others
-MASK = 2.0**100  # constants beyond it stand for infinity, as in the logits of masked tokens
+ZERO = -10_000  # the exponent of zeros, below all others
+MASK = 2.0**100  # constants from here on stand for infinity, as in the logits of masked tokens
 
 
 @jax.tree_util.register_dataclass
@@ -18,7 +18,7 @@ class Scaled:
 
     Attributes:
       data: a floating-point array, best with a root mean square near 1.
-      exponent: int32 scalar. The scale is a power of two because only its exponent exists.
+      exponent: int32 scalar: the scale is always a power of two.
     """
 
     data: jax.Array
@@ -27,9 +27,9 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A floating-point array of one number that is known when a program is traced.
+    """A floating-point array filled with one number that is known when the program is traced.
 
-    0 and infinity are the same at any scale, so that ``where(mask, x, 0)`` keeps the scale of ``x``.
+    0 and infinity are the same under any scale, so that ``where(mask, x, 0)`` keeps the scale of ``x``.
     """
 
     number: float
@@ -52,7 +52,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def scale(x: jax.Array) -> Scaled:
-    """An array as `Scaled` data whose root mean square is in [1, 2), in the same dtype."""
+    """An array as `Scaled`, with data of the same dtype whose root mean square is in [1, 2)."""
     return rescale(Scaled(x, jnp.int32(0)))
 
 
@@ -86,12 +86,12 @@ def shift(data: jax.Array, n: jax.Array | int) -> jax.Array:
 
 
 def _floor_log2(x: jax.Array) -> jax.Array:
-    """Exact, for normal float32 numbers above 0."""
+    """``floor(log2(x))`` as int32, exact for normal float32 numbers above 0."""
     return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
 
 
 def as_scaled(x: Value) -> Scaled:
-    """Any float as `Scaled`: an array that has none gets the scale 1, a scalar that of its magnitude."""
+    """Any float as `Scaled`: a plain array gets the scale 1, a scalar or constant that of its magnitude."""
     if isinstance(x, Scaled):
         return x
     if isinstance(x, Constant):
@@ -102,7 +102,7 @@ def as_scaled(x: Value) -> Scaled:
 
 
 def _constant_exponent(number: float) -> int:
-    """The nearest one: 0.999 is 0.999, not 1.998 / 2, which would make a moving average's data grow."""
+    """The nearest power: 0.999 is 0.999, not 1.998 / 2, which would make a moving average's data grow."""
     if number == 0:
         return ZERO
     return round(math.log2(abs(number))) if math.isfinite(number) else 0
@@ -115,7 +115,7 @@ def array(x: Value) -> jax.Array:
 
 
 def value(x: Value) -> jax.Array:
-    """The numbers themselves: floats in float32, where what a 16-bit format cannot hold is in range."""
+    """The values with their scale applied; floats in float32, since 16 bits may not hold them."""
     if isinstance(x, Scaled):
         return shift(x.data.astype(jnp.float32), x.exponent)
     x = array(x)
@@ -123,9 +123,10 @@ def value(x: Value) -> jax.Array:
 
 
 def align(*values: Value) -> tuple[list[jax.Array], jax.Array]:
-    """The data of all values under their largest exponent, which nothing overflows, and that exponent.
+    """The data of all values under their largest exponent, so that none overflows, and that exponent.
 
-    A sum of two has the scale ``√(s1² + s2²)`` rounded down to a power of two, which is the larger one.
+    It is also the scale of a sum of two, ``√(s1² + s2²)`` rounded down to a power of two: that is the
+    larger of s1 and s2.
     """
     free = [isinstance(x, Constant) and x.fits_any_scale for x in values]
     scaled = [as_scaled(x) for x in values]
