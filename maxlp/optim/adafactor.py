@@ -53,13 +53,13 @@ def scale_by_adafactor(
 
 
 def _scale_by_factored_rms(decay_rate: float, min_dim_size_to_factor: int) -> optax.GradientTransformation:
-    """`optax.scale_by_factored_rms`, and its state, for the tensor of each layer.
+    """`optax.scale_by_factored_rms` for the tensor of each layer, with the same state.
 
-    Optax takes the two largest dims of a stack, of which one may be its layers.
+    Optax would factor the two largest dims of a stack, of which one may be the layers.
     """
 
     def factored(path: KeyPath, p: jax.Array) -> list[int]:
-        """The dims over which the second moment has means; none if it is whole."""
+        """The two dims that are factored, the smaller one first; none if the moment is kept whole."""
         dims = sorted(tensor_axes(path, p), key=p.shape.__getitem__)[-2:]
         return dims if len(dims) == 2 and p.shape[dims[0]] >= min_dim_size_to_factor else []
 

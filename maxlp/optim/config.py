@@ -30,20 +30,20 @@ OPTIMIZERS = {
     "adamp": "maxlp.optim.adamp:ADAMP",
     "sgd": "maxlp.optim.sgd:SGD",
 }
-SHARED = ("b1", "b2", "eps", "mu_dtype")  # keys of all optimizers that have such a parameter
-# Of the options of optimizers that optax has; ours have annotations with their rules.
+SHARED = ("b1", "b2", "eps", "mu_dtype")  # each is passed to the optimizers that have such a parameter
+# The rules of options of optax's functions; our own functions have them as annotations.
 OPTAX_HINTS: dict[str, Any] = {
     "eps_root": NotNegative,
     "nesterov": bool,
     "mode": Annotated[str, OneOf(("hard", "smooth", "refined"))],
     "smooth_beta": Positive,
 }
-Conflict = tuple[str, Any, str]  # a key of the config, its value, and the reason with the fix
+Conflict = tuple[str, Any, str]  # a key of the section, its value, and the reason with the way out
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # int4 has too few values for a moment.
 MOMENT_FORMATS = ("float32", *(name for name in STATES if name != "int4"))
 BF16_ROUNDINGS = ("stochastic", "kahan", "residual", "float16_master")
-PARAM_ROUNDINGS = (*BF16_ROUNDINGS, "nearest")  # the last is of float16
+PARAM_ROUNDINGS = (*BF16_ROUNDINGS, "nearest")  # the last is for float16 parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,12 +51,15 @@ class OptimizerKind:
     """What other modules know about an optimizer.
 
     Attributes:
-      scale_by: its rescaling, which takes those of `SHARED` that it needs, and its own options.
-      conflicts: the keys of an `OptimizerConfig` that it cannot work with.
-      decay: turns (config, rescale, decay) into what `make_tx` chains, one if decay depends on rescaling.
-      last_rms: gives RMS_t of the last update from the state of an optimizer that measures it.
+      scale_by: makes its rescaling; its parameters are those of `SHARED` that it needs, and its own
+        options.
+      conflicts: an `OptimizerConfig` to the values in it that cannot be combined with the optimizer.
+      decay: (config, rescale, decay) to the transformations that `make_tx` chains: these two, or a single
+        one if the decay depends on the rescaling.
+      last_rms: the optimizer's state to RMS_t of the last update, by parameter; None if it does not keep
+        it.
       second_moment: the type of the state that has Adam's second moment as `nu`, with decay rate
-        `OptimizerConfig.b2`, and the number of updates as `count`.
+        `OptimizerConfig.b2`, and the number of updates as `count`; None if there is none.
       like_params: whether all moments have the shapes of the parameters.
       matmuls: how an update multiplies matrices: "none", "once", or "iterated" as Muon does.
       moves: how often an update sends whole matrices between the devices of an axis (`parallel.by_layers`).
@@ -81,10 +84,10 @@ class GaloreConfig:
     """Options of GaLore (`maxlp.optim.galore`): the optimizer sees projected gradients.
 
     Attributes:
-      rank: r, the rank of the projected gradients, at most the kernel's short side; 0 turns GaLore off.
+      rank: r, the rank of the projection, cut to the short side of a kernel; 0 turns GaLore off.
       update_proj_gap: steps between refreshes of the subspace; the first step always refreshes.
-      scale: the paper's α, a factor on the updates of projected kernels, whose rate thus is learning_rate ·
-        scale while all other parameters have learning_rate: see docs/optimizers.md.
+      scale: the paper's α, a factor on the updates of projected kernels: their learning rate is
+        learning_rate · scale, that of all other parameters learning_rate. See docs/optimizers.md.
       side: the side of a kernel that is projected. "short" is the paper's and galore-torch's `std` (a
         square kernel is projected on its input side), "long" is galore-torch's `reverse_std`: smaller
         moments, a larger projector.
@@ -125,10 +128,10 @@ class LowBitConfig:
     """Options of low-bit moments (`maxlp.optim.low_bit`).
 
     Attributes:
-      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" leaves one as it is.
+      mu, nu: formats of the first and second moment, of `MOMENT_FORMATS`; "float32" does not encode it.
       block_size: entries of a row that share a scale; 0 for one scale per tensor of a layer.
-      min_size: tensors with fewer entries per layer (norms), and single numbers, keep their moments.
-      seed: of the stochastic rounding of moments in bfloat16 and float8_e5m2, and of nu in all floats.
+      min_size: moments of tensors with fewer entries per layer (norms), and of scalars, are not encoded.
+      seed: of the stochastic rounding of both moments in bfloat16 and float8_e5m2, and of nu in any float.
     """
 
     mu: Annotated[str, OneOf(MOMENT_FORMATS)]
@@ -152,7 +155,8 @@ class AdaGCConfig:
     """Options of AdaGC (`maxlp.optim.adagc`), which is on if one of them is set.
 
     Attributes:
-      ratio: λ_rel, how much longer than the average of its clipped gradients a tensor's gradient may be.
+      ratio: λ_rel, the largest ratio of a tensor's gradient norm to the average norm of its clipped
+        gradients.
       decay: β, decay rate of that average.
       warmup_steps: T_start, the updates in which `clip_norm` bounds the global norm instead.
     """
@@ -173,8 +177,8 @@ class OptimizerConfig:
       name: a key of `OPTIMIZERS`.
       learning_rate: the peak of the schedule.
       schedule: a key of `SCHEDULES`; each begins with a linear warm-up.
-      warmup_steps: updates before the peak; 0 starts at the peak. In a run that would end before it, the
-        warm-up takes a tenth of the run.
+      warmup_steps: updates before the peak; 0 starts at the peak. In a run that would end before the peak,
+        the warm-up takes a tenth of the run.
       final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
       decay_fraction: the fraction of all steps in which the rate decays (wsd only).
       clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
@@ -185,17 +189,21 @@ class OptimizerConfig:
       b1: decay rate of the first moment; in schedule_free_adamw, the weight of the average.
       b2: decay rate of the second moment.
       eps: added to the denominator.
-      mu_dtype: dtype of the first moment; None for the parameter's.
-      options: keyword arguments of this optimizer alone. Of `b1, b2, eps, mu_dtype` it takes those that
+      mu_dtype: dtype of the first moment; None for float32 or the parameter's, see the optimizer.
+      options: keyword arguments of this optimizer alone. Of `b1, b2, eps, mu_dtype` it uses those that
         its function has (adafactor only `mu_dtype`, lion all but `eps`).
-      galore: projection of the gradients; None, as also a rank of 0, does not project.
-      low_bit: storage of the moments in few bits; None, as also float32 for both, stores them as they are.
+      galore: projection of the gradients; with None, or a rank of 0, they are not projected.
+      low_bit: storage of the moments in few bits; with None, or float32 for both, they are not encoded.
       adascale: S, the ratio of the batch to the small one that learning_rate, warmup_steps and
         train.total_steps are for: a step then counts as up to S of those steps (`maxlp.optim.adascale`, sgd
         only). None counts each step as one.
-      param_rounding: one of `PARAM_ROUNDINGS`, for parameters in bfloat16, or ``nearest`` in float16,
-        with updates in float32; None computes in their dtype, which loses small updates.
-      offload: the state is in pinned memory of the host between steps, except for scalars.
+      param_rounding: computes updates in float32 and rounds the new parameters: one of `BF16_ROUNDINGS`
+        for bfloat16 parameters, ``nearest`` for float16 ones. None computes in their dtype, which loses
+        small updates.
+      offload: keeps the state, except for scalars, in pinned host memory between steps.
+
+    Raises:
+      ValueError: an invalid value, or values that cannot be combined; the message starts with the key.
     """
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
@@ -254,11 +262,12 @@ class OptimizerConfig:
 
     @property
     def kind(self) -> OptimizerKind:
+        """What is known about the optimizer called `name`, imported here."""
         return pkgutil.resolve_name(OPTIMIZERS[self.name])
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of this optimizer alone, with their annotations."""
+    """The options of this optimizer alone: name → annotation, with the rules of its values."""
     scale_by = pkgutil.resolve_name(OPTIMIZERS[name]).scale_by
     hints = schema.annotations(scale_by) | OPTAX_HINTS
     parameters = inspect.signature(scale_by).parameters

@@ -1,9 +1,9 @@
 """Parameters stored in float16 alone, each update computed in float32 and rounded to nearest.
 
 float16 has 11 significant bits: an update below 2^-12 to 2^-11 of its parameter is lost, an eighth of what
-is lost in bfloat16. The scaled float16 weights of Balança et al. 2024 (arXiv:2407.17353, Table 2) are such
-numbers. Their scales are not stored: `precision.scalify` finds each one again in the parameter's values.
-Plain float16 ends at 2^-24, so that tensors whose values are below 2^-14 lose bits.
+is lost in bfloat16. Balança et al. 2024 (arXiv:2407.17353, Table 2) store weights in float16 with a scale.
+Here the scale is not stored: `precision.scalify` computes it from the parameter's values in each step. So
+the range is that of float16 itself, in which numbers below 2^-14 are subnormal and have fewer bits.
 """
 
 from typing import Any

@@ -1,24 +1,26 @@
 """GaLore: the optimizer runs in the subspace that holds most of the gradient.
 
-For a kernel with gradient G whose short side is m (written here as the first), P, (m, r), are the left
-singular vectors of G, renewed every `update_proj_gap` steps. In between
+For a kernel with an (m, n) gradient G, m ≤ n, the columns of P, (m, r), are the first r left singular
+vectors of G. They are computed anew every `update_proj_gap` steps. In each step
 
     R = Pᵀ G                   (r, n)   what the inner optimizer sees: its moments have r/m of the size
     ΔW = scale · P · inner(R)  (m, n)
 
+and for m > n the same on the other side.
+
 (Zhao et al. 2024, arXiv:2403.03507, algorithm 2.) Memory for a kernel falls from 2mn to mr + 2nr.
 
 `optax.contrib.galore` (0.2.8) is a different algorithm, for one device. It projects the *long* side (less
-memory, another trajectory: `side="long"` here); kernels stacked over layers silently get plain Adam, and
-a `vmap` over layers would turn its condition into a selection and run the SVD at every step; the projector
+memory, another trajectory: `side="long"` here). Kernels stacked over layers silently get plain Adam, and
+a `vmap` over layers would turn its `cond` into a `select` and run the SVD at every step. The projector
 has the parameter's dtype, and its signs are left to the SVD library, although momentum survives a refresh
-and the run therefore depends on them; on a mesh every device gathers every gradient.
+and the run therefore depends on them. On a mesh every device gathers every gradient.
 
 Sharding. The moments of R are sharded over all mesh axes of their kernel on the long dim, the projector
-on the short one (`parallel.opt_state` derives both from the shapes). The gradient is constrained to have
-its short dim whole, so that PᵀG and P·inner(R) need no communication: resharding moves each element once,
-and only the projector is gathered. `basis="randomized"` sums (m, r) blocks over devices; `basis="svd"`
-gathers one layer's gradient at a time, at a refresh.
+on the short one (`parallel.opt_state` derives both from the shapes). The short dim of the gradient is
+constrained to be unsharded, so that PᵀG and P·inner(R) need no communication: resharding moves each element
+once, and only the projector is gathered. In a refresh, `basis="randomized"` sums (m, r) blocks over
+devices, and `basis="svd"` gathers one layer's gradient at a time.
 """
 
 from typing import Any, NamedTuple
@@ -35,17 +37,17 @@ from maxlp.optim.partition import check_matrices, map_moments
 from maxlp.optim.tree_utils import layer_axes, matches, name_of
 
 OVERSAMPLING, POWER_ITERATIONS = 8, 2  # Halko et al. 2011 (arXiv:0909.4061): 5 to 10, and 1 or 2
-OVERLAPS = 5  # past refreshes that decide whether a lazy layer doubles its gap
+OVERLAPS = 5  # the past refreshes by which a layer with lazy updates decides whether to double its gap
 BLOCK_SIZE = 256  # entries of a low-bit projector that share a scale
-FLOATS = ("float32", "bfloat16")  # projectors that are stored as they are; others have scales
-NEVER = -(2**30)
+FLOATS = ("float32", "bfloat16")  # dtypes of projectors; those in other formats have scales
+NEVER = -(2**30)  # so long ago that a refresh is due
 # learning_rate · galore.scale of GaLore's own runs with Adam (arXiv:2403.03507, section 4.1): 0.01 · 0.25
 # for 60M to 1B parameters. A factor of 2 to both sides contains the 0.005 · 0.25 of its 7B.
 LOWEST_RATE, HIGHEST_RATE = 0.0025 / 2, 0.0025 * 2
 
 
 def rate_warnings(config: OptimizerConfig) -> list[str]:
-    """A line if projected kernels move much slower or faster than in GaLore's own pre-training."""
+    """A warning if the rate of projected kernels is far from those of GaLore's own pre-training runs."""
     if config.galore is None or not config.kind.galore_rates:
         return []
     rate = config.learning_rate * config.galore.scale
@@ -61,8 +63,8 @@ class Subspace(NamedTuple):
     """The subspace of one kernel, (*layers, …), to which its gradients are projected.
 
     Attributes:
-      projector: float32 or bfloat16 (*layers, short, rank), or (*layers, rank, short) if the short dim of
-        the kernel is its last; or that array, `Quantized`.
+      projector: float32 or bfloat16 (*layers, m, rank), or (*layers, rank, m) if the kernel's last dim is
+        projected; `Quantized` if it is stored in few bits.
       last_refresh: the count at which the projector was made; `NEVER` before the first refresh.
       stretch: the current gap as a multiple of `update_proj_gap`; 1 unless lazy.
       overlaps: |cos| between the leading vectors before and after each of the last refreshes.
@@ -75,7 +77,7 @@ class Subspace(NamedTuple):
 
 
 class GaloreState(NamedTuple):
-    """Finished updates, a `Subspace` for each projected kernel, the state of the inner transformation."""
+    """The number of updates, a `Subspace` for each projected kernel, and the state of the inner one."""
 
     count: jax.typing.ArrayLike
     subspaces: Any
@@ -91,7 +93,7 @@ class Side(NamedTuple):
 
 
 def galore(inner: optax.GradientTransformation, config: GaloreConfig) -> optax.GradientTransformation:
-    """Runs `inner` on the projected gradients of the targeted kernels and on all others as they are.
+    """Runs `inner` on the projected gradients of targeted kernels, and on the gradients of all others.
 
     Args:
       inner: a rescaling that does not need the parameters: `scale_by_adam`, `scale_by_stable_adam`, …
@@ -179,7 +181,7 @@ def _current_subspace(g: jax.Array, old: Any, count: jax.Array, config: GaloreCo
     key = jax.random.fold_in(jax.random.key(config.seed), count)
 
     def refresh() -> Subspace:
-        # Zeros, as behind a layer scale of 0, have no subspace. Only a step that is due looks for them.
+        # A gradient of zeros, as behind a layer scale of 0, has no subspace: its refresh has to wait.
         has_gradient = jnp.any(g != 0, axis=(-2, -1))
         return _refreshed(g, old, due & has_gradient, count, key, config)
 
@@ -191,7 +193,7 @@ def _refreshed(
 ) -> Subspace:
     side = _side(g.shape, config)
     p_new = _new_projectors(g, due, key, side, config.basis)
-    done = due & jnp.isfinite(p_new).all(axis=(-2, -1))  # a NaN gradient postpones it to the next step
+    done = due & jnp.isfinite(p_new).all(axis=(-2, -1))  # a NaN gradient postpones the refresh by a step
     p_old = _unpacked(old.projector, side.dim, config)
     cos = jnp.abs(jnp.sum(p_new[..., :1] * p_old[..., :1], axis=-2))
     known = done & (old.last_refresh >= 0)
@@ -211,7 +213,7 @@ def _refreshed(
 
 
 def _new_projectors(g: jax.Array, due: jax.Array, key: jax.Array, side: Side, basis: str) -> jax.Array:
-    """Bases of the layers that are due, (*layers, m, r); zeros for the others."""
+    """New bases for the layers that are due, float32 (*layers, m, r); zeros for the others."""
 
     def one(layer: tuple[jax.Array, jax.Array]) -> jax.Array:
         g, due = layer
@@ -222,14 +224,14 @@ def _new_projectors(g: jax.Array, due: jax.Array, key: jax.Array, side: Side, ba
             lambda: jnp.zeros((side.size, side.rank), jnp.float32),
         )
 
-    # One layer after the other: batched, the condition would become a selection and compute all layers.
+    # One layer after the other: a `vmap` would turn the `cond` into a `select` and compute all layers.
     return jax.lax.map(one, (g, due)) if due.ndim else one((g, due))
 
 
 def _moved_moments(
     state: Any, count: jax.Array, grads: Any, low_rank: Any, old: Any, new: Any, config: GaloreConfig
 ) -> Any:
-    """The inner state, with the moments of refreshed layers moved to their new subspace."""
+    """The inner state, with the moments of refreshed layers moved to the new subspace."""
     leaves = [
         dict(jax.tree.flatten_with_path(tree, is_leaf=_is_subspace)[0])
         for tree in (grads, low_rank, old, new)
@@ -309,7 +311,7 @@ def _unproject(p: jax.Array, u: jax.Array, dim: int) -> jax.Array:
 
 
 def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
-    """Constrains one dim of an array, or all of them, to be unsharded; a no-op without a mesh."""
+    """Constrains one dim of an array, or all if None, to be unsharded; a no-op without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
@@ -319,7 +321,7 @@ def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
 
 
 def _packed(p: Any, dim: int, config: GaloreConfig) -> Any:
-    """P, (*layers, m, r), as it is stored: with m where the kernel has it, so that both shard alike."""
+    """P, (*layers, m, r), as it is stored: with m in the kernel's position, so that both shard alike."""
     name = config.projector
     p = p.astype(name) if name in FLOATS else encode(p, name, block_size=BLOCK_SIZE)
     return p if dim == -2 else jax.tree.map(lambda x: jnp.swapaxes(x, -2, -1), p)
@@ -343,7 +345,7 @@ def _svd_basis(a: jax.Array, r: int, key: jax.Array) -> jax.Array:
 def _randomized_basis(a: jax.Array, r: int, key: jax.Array) -> jax.Array:
     """Halko et al. 2011, algorithms 4.4 and 5.1; the QR in between keeps float32 from losing directions."""
     m, n = a.shape
-    largest = jnp.max(jnp.abs(a))  # products are in this unit: the square of 1e-20 would be 0
+    largest = jnp.max(jnp.abs(a))  # products are divided by it: the square of 1e-20 would underflow
     with jax.default_matmul_precision("highest"):
         y = a @ jax.random.normal(key, (n, min(r + OVERSAMPLING, m)), jnp.float32)
         for _ in range(POWER_ITERATIONS):
@@ -358,6 +360,6 @@ BASES = {"svd": _svd_basis, "randomized": _randomized_basis}
 
 
 def _signed(u: jax.Array) -> jax.Array:
-    """The columns with their largest entries positive: SVD libraries leave the signs open."""
+    """The columns, each with its largest entry made positive: SVD libraries leave the signs open."""
     largest = jnp.take_along_axis(u, jnp.argmax(jnp.abs(u), axis=0)[None], axis=0)
     return jnp.where(largest < 0, -u, u)

@@ -1,9 +1,11 @@
-"""What an update is: one visible optax chain, built from the config.
+"""Builds a run's optimizer, one optax chain, from the config:
 
-clip by global norm → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
+    clip → rescale → decoupled weight decay → learning rate (with AdaScale, times its gain)
 
-clip    = adagc(clip_norm)                       optional, instead of the global norm after a warm-up
-rescale = low_bit(galore(scale_by))              both wrappers optional
+    clip    = by global norm, or AdaGC, which clips by global norm in its warm-up
+    rescale = low_bit(galore(scale_by))              both wrappers optional
+
+Wrappers for parameters in 16 bits and for offloading go around the chain.
 """
 
 import dataclasses
@@ -74,7 +76,7 @@ def make_tx(
         clip = clip_by_own_norms(config.adagc, config.clip_norm)
     mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
     decay = optax.add_decayed_weights(config.weight_decay, mask)
-    # Two transformations, or one where the decay depends on the rescaling.
+    # (rescale, decay), or a single transformation if the decay depends on the rescaling.
     middle = config.kind.decay(config, _rescale(config), decay)
     tx = optax.chain(clip, *middle, _learning_rate(config, schedule, microbatches))
     if config.kind.averages:
@@ -95,7 +97,7 @@ def make_tx(
 
 
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """optax's, which would sum the squares of gradients in 16 bits in their dtype, here in float32."""
+    """`optax.clip_by_global_norm` in float32; optax sums the squares of 16-bit gradients in their dtype."""
     clip = optax.clip_by_global_norm(max_norm)
     return optax.stateless(lambda g, _: optax.tree.cast_like(clip.update(widened(g), clip.init(g))[0], g))
 
@@ -103,7 +105,7 @@ def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 def _learning_rate(
     config: OptimizerConfig, schedule: optax.Schedule, microbatches: int
 ) -> optax.GradientTransformation:
-    """The end of the chain."""
+    """Multiplies by the negative learning rate, the last transformation of the chain."""
     if config.adascale is None:
         return optax.scale_by_learning_rate(schedule)
     from maxlp.optim.adascale import scale_by_adascale
@@ -152,7 +154,7 @@ def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
 
 
 def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
-    """Selects the tensors with weight decay, as a tree of bools shaped like `params`.
+    """The tensors with weight decay, as a tree of bools like `params`.
 
     The last part of a tensor's name decides: `kernel` and an adapter's `a` and `b` decay, `embedding` only
     with `decay_embeddings`, all others (`scale`, `bias`, a logit scale, a class token …) do not. The rank

@@ -13,9 +13,9 @@ NorMuon (Li et al. 2025, arXiv:2510.05491) evens out the lengths of the neurons'
 
     v ← b2 · v + (1 - b2) · mean(O², over a column)        step = rms · √(m n) · Ô / ‖Ô‖, Ô = O / (√v + eps)
 
-Sharding. The iteration multiplies whole matrices, and has to be spread by layers: one all-to-all gives each
-device whole matrices of some layers, and another one returns their steps. No matrix is multiplied twice,
-except by replicas (the axis `data`). Mesh axes that do not divide the number of layers split the long side
+Sharding. The iteration multiplies whole matrices, so that layers are distributed: one all-to-all gives each
+device whole matrices of some layers, and another one returns their steps. No matrix is iterated on twice,
+except by replicas (the axis `data`). Mesh axes that do not divide the number of layers shard the long side
 of each matrix instead; its Gram matrices are then summed over their devices.
 """
 
@@ -104,7 +104,7 @@ def _adam(b1: float, b2: float, eps: float, mu_dtype: Any, rate: float) -> optax
 
 
 def _orthogonal(beta: float, ns_steps: int, eps: float, mu_dtype: Any) -> optax.GradientTransformation:
-    """The momentum's nearest orthogonal matrices; with the state, and the coefficients, of optax's Muon."""
+    """Gives the orthogonalized momentum of gradients, with state and coefficients of optax's Muon."""
 
     init = optax.contrib.scale_by_muon(mu_dtype=mu_dtype).init
 
@@ -124,10 +124,10 @@ def _orthogonal(beta: float, ns_steps: int, eps: float, mu_dtype: Any) -> optax.
 
 
 def _by_layers(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
-    """``fn`` of arrays (*layers, m, n), on one device of a part of the layers at a time.
+    """``fn`` of arrays (*layers, m, n), on a single device of a few layers at a time.
 
-    The iteration has temporaries of several times the size of its matrices. On a mesh, devices share the
-    layers instead.
+    The iteration has temporaries several times as large as its matrices. On a mesh the layers are
+    distributed over the devices instead.
     """
     mesh, (*layers, m, n) = jax.sharding.get_abstract_mesh(), stacks[0].shape
     if not layers or mesh.size > 1:
@@ -142,7 +142,7 @@ def _by_layers(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
 def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float) -> jax.Array:
     """Newton-Schulz iterations for each matrix of (*layers, m, n), in float32.
 
-    They raise all singular values to about 0.7 to 1.2, for Jordan's coefficients (a, b, c):
+    They bring all singular values to about 0.7 to 1.2, with Jordan's coefficients (a, b, c):
 
         X ← X / ‖X‖        X ← a X + (b X Xᵀ + c (X Xᵀ)²) X
     """

@@ -1,8 +1,8 @@
-"""Optimizer state in pinned memory of the host, around any transformation.
+"""Optimizer state in pinned host memory, around any transformation.
 
-A device then holds the state of a tensor only while it updates that tensor, where the program updates one
-after the other: `core.fused_backward` (released gradients) updates layer by layer. In a step that updates
-all at once the compiler chooses the order.
+If a program updates one tensor after the other, a device holds the state of a tensor only during its
+update: `core.fused_backward` (released gradients) updates layer by layer. In a step that updates all at
+once the compiler chooses the order.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def offload(inner: optax.GradientTransformation) -> optax.GradientTransformation
         return move(inner.init(params), jax.memory.Space.Host)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any) -> Any:
-        # Not before the gradients exist: until then the backward pass needs the memory.
+        # The state is moved only when the gradients exist: until then the backward pass needs the memory.
         updates, state = jax.lax.optimization_barrier((updates, state))
         updates, state = inner.update(updates, move(state, jax.memory.Space.Device), params, **extra)
         return updates, move(state, jax.memory.Space.Host)
@@ -31,5 +31,5 @@ def offload(inner: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def move(state: Any, space: jax.memory.Space) -> Any:
-    """The state with all but its scalars in a memory."""
+    """Moves a state, except for its scalars, to a memory space."""
     return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)

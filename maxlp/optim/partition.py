@@ -1,4 +1,4 @@
-"""Parts of parameters and states that are treated differently: tensors by name, moments by field."""
+"""Selects what an optimizer treats differently: parameters by name, moments by the name of their field."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +15,11 @@ MOMENTS = ("mu", "nu")  # optax's field names for the first and second moment, u
 def by_target(
     pair: dict[str, optax.GradientTransformation], targets: Sequence[str]
 ) -> optax.GradientTransformation:
-    """The first transformation for the parameters that match, the second one for all others.
+    """Applies the first transformation to the parameters that match, and the second one to all others.
 
-    The names of the transformations are part of the state.
+    Args:
+      pair: two transformations by name; their names become keys of the state.
+      targets: regular expressions, see `tree_utils.matches`.
     """
     matching, other = pair
 

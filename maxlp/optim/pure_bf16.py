@@ -35,7 +35,7 @@ _LOST = {"kahan": jnp.bfloat16, "residual": jnp.int8}  # dtypes of the rounding 
 
 
 class PureBf16State(NamedTuple):
-    """State of the inner transformation, and what the method keeps besides the parameters.
+    """The number of updates, the state of the inner transformation, and what the method keeps.
 
     Attributes:
       lost: the rounding errors of `kahan` and `residual`, shaped like `params`; else None.
@@ -141,9 +141,9 @@ def _stochastic(x: jax.Array, key: jax.Array) -> jax.Array:
 def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Random uint16 from Threefry, whose counters are the row and the column of each number.
 
-    The counters pass a barrier with the key. Otherwise XLA computes them once for arrays of the same shape,
-    as it does those of `jax.random.bits`, and updates these arrays in one loop, which cannot replace all
-    their moments in place.
+    A barrier ties the counters to the key. Otherwise XLA would compute them once for all arrays of a shape,
+    as it does for `jax.random.bits`, and fuse the updates of these arrays into one loop, which cannot
+    update all their moments in place.
     """
     counters = [jax.lax.iota(jnp.uint32, size) for size in shape or (1,)]
     (k1, k2), counters = jax.lax.optimization_barrier((jax.random.key_data(key), counters))

@@ -33,7 +33,7 @@ def make_rms(config: OptimizerConfig) -> Rms:
 
 def rms_of_tensor(path: KeyPath, g: jax.Array, v: jax.Array, eps: float) -> jax.Array:
     """RMS_t = √mean(g² / max(v̂, eps²)) of each layer's tensor, (*layers, …) to (*layers), in float32."""
-    # float32 has no eps² below 1e-38. Where there was never a gradient, 0 would be divided by 0.
+    # eps² below 1e-38 underflows in float32. Where there was never a gradient, 0 would be divided by 0.
     least = max(eps**2, float(jnp.finfo(jnp.float32).tiny))
     return jnp.sqrt(jnp.mean(jnp.square(g) / jnp.maximum(v, least), axis=tensor_axes(path, g)))
 

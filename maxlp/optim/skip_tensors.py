@@ -31,7 +31,7 @@ def refusal(config: OptimizerConfig, guard: str) -> str | None:
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with `skip_nonfinite_tensors`; RMS_t is that of gradients without those tensors."""
+    """The optimizer with `skip_nonfinite_tensors`, which also measures RMS_t without those tensors."""
 
     def rms(grads: optax.Updates, opt_state: optax.OptState) -> dict[str, jax.Array]:
         return optimizer.rms(_zero_unless(_finite(grads), grads), opt_state)
@@ -40,7 +40,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def skip_nonfinite_tensors(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Leaves a tensor, and its moments, as they are in a step in which its gradient is not finite.
+    """Leaves a tensor and its moments unchanged in a step in which its gradient is not finite.
 
     All others are updated as if its gradient were zero. Each layer of a stack is a tensor. This is what the
     float16 runs of Wortsman et al. 2023 (arXiv:2304.13013) do at an overflow; their loss scale is fixed.

@@ -7,7 +7,7 @@ For one layer's (m, n) matrix with gradient G, and with Q_L, Q_R the eigenvector
     L ← b2 · L + (1 - b2) · G Gᵀ                  R ← b2 · R + (1 - b2) · Gᵀ G
 
 (algorithm 3; the hats are Adam's bias correction). The first gradient gives the first bases and no step, as
-in the authors' code: no gradient is seen in a basis that it has shaped. Later, every
+in the authors' code, so that no gradient is rotated to a basis that it has shaped. Later, every
 `precondition_frequency` steps, Q ← QR(L Q), one step of a power iteration. Its columns are sorted by their
 eigenvalues first, and V with them. M is kept in the space of the gradient, so that no result depends on the
 signs of eigenvectors, which libraries leave open.
@@ -15,10 +15,11 @@ signs of eigenvectors, which libraries leave open.
 Until the gradients span a long side, the rest of its basis is arbitrary: there, steps differ between
 devices or meshes by more than rounding. `one_sided` avoids that, and the memory of long sides.
 
-The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Devices share the layers, as with Muon: each one has
-the sides and second moments of its own layers, to which gradients and first moments are sent, and sends
-their steps back; it decomposes no other ones. Where the devices do not divide the number of layers, all of
-this is split by columns instead, and each step gathers the bases, one layer at a time.
+The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Layers are distributed over the devices, as with
+Muon: each device keeps the sides and second moments of its own layers. In a step it receives their
+gradients and first moments and sends their steps back; in a refresh it decomposes only their sides. Where
+the devices do not divide the number of layers, all of this is sharded by columns instead, and each step
+gathers the bases, one layer at a time.
 """
 
 import functools
@@ -56,9 +57,10 @@ class Rotated(NamedTuple):
 
 
 class SoapState(NamedTuple):
-    """Gradients seen, Adam's first moment, and `Rotated` of whole matrices.
+    """The number of gradients so far, the first moment, and `Rotated` of whole matrices.
 
-    Through the first moment XLA knows how the gradients are split, before they are spread by layers.
+    The first moment is sharded like the parameters. From it XLA infers the sharding of the gradients before
+    they are distributed by layers.
     """
 
     count: jax.typing.ArrayLike
@@ -118,7 +120,7 @@ def _soap(
             m = b1 * widened(m) + seen * (1 - b1) * widened(u)
             g = spread(widened(u))
             v = b2 * v + seen * (1 - b2) * _rotated(g, left, right) ** 2
-            # Behind a barrier, as XLA takes what is spread for all later uses of it: it would gather m.
+            # Without the barrier XLA would take the spread m for all later uses of m, and gather it again.
             m_hat = _rotated(spread(jax.lax.optimization_barrier(m)), left, right) / (1 - b1**steps)
             scaled = m_hat / (jnp.sqrt(v / (1 - b2**steps)) + eps)
             u = gather_back(_rotated(scaled, left, right, back=True)).astype(u.dtype)
@@ -133,7 +135,7 @@ def _soap(
         done: list[tuple] = []
         on_mesh = jax.sharding.get_abstract_mesh().size > 1
         for of_matrix in zip(leaves, *others, strict=True):
-            if done and on_mesh:  # one by one: otherwise XLA would hold what all matrices need at once
+            if done and on_mesh:  # one by one: otherwise XLA would hold the temporaries of all at once
                 of_matrix, done[-1] = jax.lax.optimization_barrier((of_matrix, done[-1]))
             done.append(one(*of_matrix))
         updates, mu, *rest = (structure.unflatten(new[i] for new in done) for i in range(5))

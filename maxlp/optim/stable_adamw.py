@@ -114,7 +114,7 @@ def scale_by_stable_adam(
 
 
 def clip_factor(rms: jax.Array, clip_threshold: float) -> jax.Array:
-    """The divisor of the step."""
+    """The divisor of the step, max(1, RMS_t / d)."""
     return jnp.maximum(1.0, rms / clip_threshold)
 
 

@@ -1,6 +1,7 @@
-"""Stable-SPAM: Adam on gradients without spikes, and with moments that begin anew (Huang et al. 2025).
+"""Stable-SPAM: Adam with spike-aware clipping, normalized gradients and momentum resets.
 
-arXiv:2502.17055. For each tensor, with averages (decay rates g1, g2, g3) free of bias, in this order:
+Huang et al. 2025 (arXiv:2502.17055). For each tensor, with bias-corrected averages of decay rates g1, g2
+and g3, in this order:
 
     spike-aware clipping   T = average of max|g| (g3);  gᵢ ← gᵢ · T / max|g|   where |gᵢ| > T
     adaptive norm          g ← g / ‖g‖ · m / √v,   m, v = averages of ‖g‖ (g1) and ‖g‖² (g2)
@@ -44,8 +45,8 @@ def scale_by_stable_spam(
 ) -> optax.GradientTransformation:
     """Adam's step of gradients that are clipped and normalized as above.
 
-    The averages continue over a reset. (In the authors' code their correction for bias begins anew with
-    Adam's, which makes them too large for a while.)
+    The averages continue over a reset. (In the authors' code their bias correction begins anew with Adam's,
+    which makes them too large for a while.)
 
     Args:
       b1, b2, eps, mu_dtype: as in `optax.scale_by_adam`.

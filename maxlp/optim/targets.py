@@ -37,7 +37,7 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
     if found is None or not (has_galore or "rank" in config.options):
         return
     longest = max(found.sides.values())
-    most = longest - has_galore  # with all directions, GaLore is its optimizer in other coordinates
+    most = longest - has_galore  # at full rank GaLore only rotates what its inner optimizer sees
     if found.rank > most:
         raise ValueError(
             f"{found.key}={found.rank} must be at most {most}, because no target has a short side above "

@@ -68,10 +68,10 @@ def over_tensor(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def zero_unless(condition: jax.typing.ArrayLike, x: jax.Array) -> jax.Array:
-    """x where the condition is true, which broadcasts against it, else 0.
+    """x where the condition, which broadcasts against it, is true; else 0.
 
-    Behind the barrier XLA cannot merge the zeros with those that a scan adds gradients to; a step would
-    keep them in memory as arrays.
+    Without the barrier XLA would broadcast the 0 to an array, merge it with the zeros from which a scan
+    accumulates gradients, and keep it in memory for the step.
     """
     return jnp.where(condition, x, jax.lax.optimization_barrier(jnp.zeros((), x.dtype)))
 

@@ -1,9 +1,9 @@
 """Dynamic loss scaling: keeps float16 gradients between underflow and overflow.
 
-float16 has the range of 2^-24 to 65504, too small for gradients. The loss is multiplied by a scale
+The range of float16, 2^-24 to 65504, is too narrow for gradients. The loss is multiplied by a scale
 before it is differentiated, and the float32 gradients are divided by it afterwards. The scale
 adapts itself: it doubles after a number of steps in a row without an overflow, and halves at an
-overflow, whose step changes nothing else (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2;
+overflow, and that step is skipped (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2;
 MPX, Gräfe & Trimpe 2025, arXiv:2507.03312, section 3.2).
 
 Gradients are divided by the scale they were made with. (Code that adjusts the scale first and
