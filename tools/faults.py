@@ -1234,8 +1234,8 @@ PARALLEL = [
         "optim/test_muon.py",
         ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
         ("len(shape) < 3 or", "True or", "optim/test_soap.py"),
-        ("[_as_it_is(x), *_stages(x)]", "_stages(x)"),
-        ("[*_stages(x)[::-1], _as_it_is(x)]", "_stages(x)[::-1]"),
+        ("[_as_it_is(x), *_moves(x)]", "_moves(x)"),
+        ("[*_moves(x)[::-1], _as_it_is(x)]", "_moves(x)[::-1]"),
     ),
     *_in(
         "parallel/batches.py",

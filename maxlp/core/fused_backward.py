@@ -1,4 +1,4 @@
-"""A train step in which the gradients of all layers never exist together.
+"""A train step that never holds the gradients of all layers at once.
 
 Where the optimizer treats each tensor independently, a layer can be updated as soon as the backward pass
 has its gradient, which is then freed (gradient release; Lv et al. 2023, arXiv:2306.09782, and the
@@ -12,7 +12,7 @@ The model runs with its stacks cut out: what leads to the inputs of the stacks, 
 outputs, are two functions of all other parameters. (No stack may depend on another one's output.)
 
 An optimizer that rounds stochastically draws the same noise for every layer of a stack, because its
-random key depends on the number of the update, which all calls in a step share. Each layer's rounding is
+random key is derived from the count of updates, which all calls in a step share. Each layer's rounding is
 unbiased nevertheless.
 
 What needs all gradients at once cannot be combined with this: clipping by the global norm, microbatches,
@@ -88,7 +88,7 @@ def train_step(
             released[path] = _backward(call, passes[path], dy[path], mine, path, tx)
     more_grads, more_backward = inputs_vjp({path: done.dx for path, done in released.items()})
     grads = jax.tree.map(jnp.add, grads, more_grads)
-    # A variable is used on one side of the stacks only; on the other side its "gradient" is zero.
+    # A variable of the backward pass is used before or after the stacks, not both: one "gradient" is zero.
     new_backward = jax.tree.map(jnp.maximum, new_backward, more_backward)
 
     rest = {"params": outer, "opt_state": _prune(opt_state, params, _without, cut.stacks)}

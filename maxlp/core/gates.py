@@ -1,4 +1,4 @@
-"""Gates: what decides at the end of a step whether the step counts."""
+"""Gates: they decide at the end of a step whether its update is kept."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

@@ -1,8 +1,8 @@
 """Gradients of a global batch, in one forward and backward pass or in several microbatches.
 
 Splitting a batch into microbatches saves memory and changes nothing else: the result is the gradient of the
-whole batch's loss. The model's own state is combined by maximum over the microbatches (amax histories; an
-average would be wrong).
+whole batch's loss. The model state that microbatches write is combined by maximum, because the amax of a
+batch is the largest amax of its microbatches.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,11 @@ Metrics = dict[str, Any]
 # (model, batch, step) to the mean loss of the batch and scalar metrics, "loss" among them.
 Loss = Callable[[nnx.Module, Batch, jax.Array], tuple[jax.Array, Metrics]]
 # (structure, state, batch, loss scale) to the gradients of params, the new model_state and the metrics.
-# The loss scale is the factor of the loss in float16 training, or None; the gradients do not contain it.
+# The loss scale is None except in float16 training; the gradients are already divided by it.
 Gradients = Callable[[nnx.GraphDef, State, Batch, jax.Array | None], tuple[dict, dict, Metrics]]
 
-# Variables of the backward pass (scales of output gradients): the "gradient" of one is its new value.
+# Variables that the backward pass writes (amax histories of output gradients). A backward pass returns only
+# gradients, so it returns the new value of such a variable as its "gradient", which then overwrites it.
 OVERWRITE_WITH_GRADIENT = nnx.WithTag("overwrite_with_gradient")
 
 
@@ -51,11 +52,11 @@ def batch_gradients(loss: Loss) -> Gradients:
 def token_loss(
     loss_sums: Callable[[nnx.Module, Batch], Metrics], count: Callable[[Batch], jax.Array]
 ) -> Loss:
-    """The mean over the tokens of a batch of a loss that is a sum over them.
+    """The mean loss per token of a batch, from sums over its tokens.
 
     Args:
       loss_sums: (model, batch) to sums over the batch: ``loss``, ``correct`` and others.
-      count: the number of tokens that the loss is the mean of.
+      count: batch to the number of tokens to divide by, a float32 scalar.
     """
 
     def loss(model: nnx.Module, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -75,12 +76,12 @@ def token_gradients(
 ) -> Gradients:
     """Gradients of `token_loss`, which takes the same arguments.
 
-    Each microbatch's sum is divided by ``count`` of the whole batch.
+    Each microbatch's sum is divided by ``count`` of the whole batch, so that all tokens weigh the same.
 
     Args:
-      microbatches: divides the rows of the batch.
-      measure_noise: add the metric ``microbatch_grad_norm``, the root of the mean ‖g_i‖², where g_i is n
-        times the gradient's share from microbatch i of n: their mean is the gradient of the batch.
+      microbatches: their number, which divides that of the batch's rows.
+      measure_noise: adds the metric ``microbatch_grad_norm``, the square root of the mean ‖g_i‖². g_i is n
+        times what microbatch i of n adds to the gradient: the mean of all g_i is the batch's gradient.
     """
     if microbatches == 1:
         assert not measure_noise, "one gradient has no variance"
@@ -113,11 +114,12 @@ def token_gradients(
     return gradients
 
 
-def split_like_params(gradients: Gradients) -> Gradients:
-    """Gradients that the mesh splits like their parameters, for meshes with a tensor axis.
+def shard_like_params(gradients: Gradients) -> Gradients:
+    """Gradients that are sharded like their parameters, for meshes with a tensor axis.
 
-    There XLA gathers the inputs of some matmuls to make a gradient as GaLore wants it. On others it
-    scatters gradients to where the optimizer wants them, which saves moving them.
+    There, XLA would shard some gradients as GaLore's projection needs them, and gather the inputs of their
+    matmuls for that. On other meshes the choice is better left to XLA, which reduce-scatters gradients
+    straight to the sharding that the optimizer needs.
     """
 
     def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
@@ -135,12 +137,12 @@ def _means(sums: Metrics, tokens: jax.Array) -> Metrics:
 
 
 def scaled(loss: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
-    """The loss to differentiate."""
+    """The loss times the loss scale: what is differentiated."""
     return loss if loss_scale is None else loss * loss_scale
 
 
 def unscaled(grads: Any, loss_scale: jax.Array | None) -> Any:
-    """The gradients of the loss itself; in float32, because in float16 they would underflow again."""
+    """The gradients divided by the loss scale, in float32: in float16 they would underflow again."""
     if loss_scale is None:
         return grads
     inverse = 1.0 / loss_scale
@@ -160,7 +162,7 @@ def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: 
 
     Args:
       of_part: maps an entry of ``parts`` to its gradients and other results.
-      parts: a tree whose leading axis counts the microbatches.
+      parts: a tree of arrays whose leading axis is that of the microbatches.
     """
 
     def add(total: dict, part: Any) -> tuple[dict, Any]:
@@ -191,7 +193,7 @@ def join_batch(x: jax.Array) -> jax.Array:
 
 
 def split_model_state(graphdef: nnx.GraphDef, state: State) -> tuple[dict, dict]:
-    """The part of a model's state that the forward pass reads, and the part that is its own gradient."""
+    """The state of a model that its forward pass reads, and its `OVERWRITE_WITH_GRADIENT` variables."""
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     _, _, backward, forward = nnx.split(model, nnx.Param, OVERWRITE_WITH_GRADIENT, ...)
     return nnx.to_pure_dict(forward), nnx.to_pure_dict(backward)
@@ -204,7 +206,7 @@ def forward_state(model: nnx.Module) -> dict:
 
 
 def join_parts(state: State, parts: dict) -> dict:
-    """The model's new state, by maximum over what the microbatches wrote, stacked in ``parts``."""
+    """The new model_state, with the maximum over what the microbatches wrote, stacked in ``parts``."""
     return join_trees(state["model_state"], jax.tree.map(lambda x: jnp.max(x, axis=0), parts))
 
 

@@ -39,7 +39,8 @@ class LocalState(NamedTuple):
     Attributes:
       outer: of the outer optimizer.
       replicas: ``{"params", "opt_state"}`` of every replica.
-      errors: what every replica has not sent yet of its outer gradients, float32; {} without 8 bits.
+      errors: every replica's accumulated quantization error of its outer gradients, float32; {} if these
+        are sent in float32.
     """
 
     outer: optax.OptState
@@ -143,7 +144,7 @@ def train_step(
     specs, step = param_specs(graphdef, state), state["step"] + 1
     update = functools.partial(_outer_update, tx=tx, specs=specs, format_name=format_name)
     with jax.named_scope("outer_update"):
-        # Once or not at all. A loop updates its arrays in place; a `jax.lax.cond` would make new ones.
+        # A loop of one iteration or none: it updates its arrays in place, and `jax.lax.cond` would not.
         ends = jnp.int32(step % steps == 0)
         params, local = jax.lax.fori_loop(0, ends, lambda _, at: update(*at), (state["params"], local))
     return state | {"params": params, "opt_state": local, "step": step}, metrics

@@ -24,11 +24,11 @@ SPLIT, WHOLE = PartitionSpec(exchange.AXIS), PartitionSpec()  # one part for eac
 
 
 class ErrorFeedback(Frozen):
-    """What the replicas have not sent yet of a parameter's gradients: (R, …), float32."""
+    """Each replica's accumulated quantization error of a parameter's gradients: (R, …), float32."""
 
 
 def with_errors(make_model: MakeModel, replicas: int) -> MakeModel:
-    """The model with the state of `exchanged`."""
+    """Makes the model with the state that `exchanged` needs: the replicas' errors."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = make_model(rngs)
@@ -44,10 +44,10 @@ def with_errors(make_model: MakeModel, replicas: int) -> MakeModel:
 
 
 def exchanged(gradients: Gradients, format_name: str) -> Gradients:
-    """The gradients of a batch from a function that also computes a replica's share of them.
+    """The gradients of a batch: the replicas' shares, added in 8 bits.
 
     Args:
-      gradients: of `core.gradients.token_gradients`, for example.
+      gradients: computes a replica's share from its rows, such as `core.gradients.token_gradients`.
       format_name: of `exchange.sum_over_replicas`.
     """
 
@@ -91,7 +91,7 @@ def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
 
 
 def param_specs(graphdef: nnx.GraphDef, state: State) -> dict:
-    """The partition of each parameter on the mesh in context."""
+    """The PartitionSpec of each parameter on the current mesh."""
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     places = sharding.param_shardings(nnx.state(model, nnx.Param), jax.sharding.get_abstract_mesh())
     return jax.tree.map(lambda place: place.spec, places)

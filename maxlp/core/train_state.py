@@ -4,9 +4,10 @@
 
     {"params": …, "model_state": …, "opt_state": …, "step": int32}
 
-``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds what the forward and
-backward passes change (FP8's amax histories; nothing in plain bfloat16); the optimizer, clipping and norms
-leave it out. A run with gates (`core.gates`) has one more entry for each, under its name.
+``params`` and ``model_state`` are nested dicts of arrays. ``model_state`` holds the variables that are not
+trained: what the forward and backward passes write (FP8's amax histories), and frozen parameters (LoRA). In
+plain bfloat16 it is empty. The optimizer, clipping and norms leave it out. A run with gates (`core.gates`)
+has one more entry for each, under its name.
 """
 
 import math

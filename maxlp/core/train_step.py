@@ -25,17 +25,17 @@ Step = Callable[[nnx.GraphDef, State, Batch], tuple[State, Metrics]]
 
 
 def nothing(*measured: Any) -> dict[str, jax.Array]:
-    """The `Statistics`, `UpdateArguments` and `OptimizerMetrics` of a run without any."""
+    """No entries: the default `Statistics`, `UpdateArguments` and `OptimizerMetrics`."""
     return {}
 
 
 def keep_update(params: Any, model_state: dict) -> tuple[Any, Metrics]:
-    """The `AfterUpdate` of a model whose parameters are those of the optimizer."""
+    """The updated parameters as they are: the default `AfterUpdate`."""
     return params, {}
 
 
 def loss_scale_of(state: State) -> jax.Array | None:
-    """The factor of the loss in float16 training; None without one."""
+    """The loss scale of float16 training, a float32 scalar; None for a run without loss scaling."""
     return state["loss_scale"]["scale"] if "loss_scale" in state else None
 
 
@@ -52,14 +52,14 @@ def train_step(
     optimizer_metrics: OptimizerMetrics = nothing,
     after_update: AfterUpdate = keep_update,
 ) -> tuple[State, Metrics]:
-    """One update from a global batch.
+    """One training step on a global batch.
 
     Args:
-      gates: the step counts if all of them accept it.
+      gates: if any of them rejects the step, params, model_state and opt_state stay as they were.
       statistics: maps (gradients, new opt_state) to more metrics.
-      update_arguments: maps (gradients, their metrics) to further keywords of ``tx.update``.
+      update_arguments: maps (gradients, their metrics) to extra keyword arguments of ``tx.update``.
       optimizer_metrics: maps the opt_state after the step, accepted or not, to more metrics.
-      after_update: maps (updated params, model_state of this step) to the next step's params, and metrics.
+      after_update: maps (updated params, new model_state) to the params to keep, and metrics.
 
     Returns:
       the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm;
@@ -69,10 +69,11 @@ def train_step(
     with jax.named_scope("optimizer"):
         extra = update_arguments(grads, metrics)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
-        # Gradients of microbatches and unscaled ones are float32; moments may be in bfloat16.
+        # Accumulated or unscaled gradients are float32, and would promote moments in bfloat16.
         opt_state = optax.tree.cast_like(opt_state, state["opt_state"])
         params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
-        # Otherwise XLA keeps the sums in float32 of 16-bit parameters, and rounds them with the norm below.
+        # Without the barrier, XLA fuses the cast of 16-bit parameters with the norm below, and until then
+        # keeps the updated parameters in float32.
         params = jax.tree.map(lambda p: jax.lax.optimization_barrier(p) if p.itemsize == 2 else p, params)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
@@ -94,12 +95,14 @@ def global_norm(tree: Any) -> jax.Array:
 def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) -> jax.stages.Wrapped:
     """A train step under `jit`: (state, batch) to (state, metrics), the state donated.
 
-    The layout of the new state is that of ``abstract``: XLA might move small parameters and compile again.
+    The new state has the shardings of ``abstract``: left to itself, XLA might shard small parameters in
+    another way, for which the next step would be compiled again.
 
-    On GPUs, XLA's own rematerialization is off, because ``model.remat`` decides what is computed again. It
-    would begin at about three quarters of the memory, and repeat quantizations and maxima in the loops over
-    layers: in an 8B in FP8 of 120 GiB, 590 instead of 450 fusions to save 0.1 GiB (compiled for an H200).
-    The ring's keys and values are sent as one, because XLA runs one permute at a time.
+    On GPUs, XLA's rematerialization pass is off, because ``model.remat`` decides what is recomputed. The
+    pass starts at about three quarters of the memory, and repeats casts and amax reductions in the loops
+    over layers: an 8B in FP8 that takes 120 GiB had 590 instead of 450 fusions, and saved 0.1 GiB (compiled
+    for an H200). Collective-permutes are combined, so that ring attention sends keys and values as one: XLA
+    runs one permute at a time.
     """
     out = (shardings(abstract), sharding.replicated(mesh))
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")

@@ -71,9 +71,9 @@ class Family:
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
       sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
-      after_update: model to what corrects the parameters after an update, see `core.train_step`.
+      after_update: model to its `core.train_step.AfterUpdate`, which may correct updated parameters.
       free_keys: config keys of this family that a resumed run may change, besides `run.changes.FREE`.
-      initial_keys: keys of the model that only decide how weights begin, or the length of texts.
+      initial_keys: keys of the model that decide only initial values of weights, or the length of texts.
       training_keys: keys of the model that act in training alone.
       plain_loss: values of keys of Loss with which it traces no `shard_map`.
     """

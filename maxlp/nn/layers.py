@@ -18,7 +18,7 @@ from maxlp.parallel.sharding import constrain, lookup
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-# (product, *operands) to product(*operands), a kernel's gradient, which is a sum over the rows of a batch.
+# (product, *operands) to product(*operands), a kernel's gradient: a sum over the rows of the global batch.
 SumOverRows = Callable[..., jax.Array]
 
 DTYPES = ("float32", "bfloat16", "float16")  # that models compute in and store
@@ -54,10 +54,10 @@ def dot_general(
     x: jax.Array, kernel: jax.Array, dimension_numbers: Any, preferred_element_type: Any,
     sum_over_rows: SumOverRows | None = None,
 ) -> jax.Array:  # fmt: skip
-    """``jax.lax.dot_general`` of an input's last axis with a kernel's first, with its own gradients.
+    """``jax.lax.dot_general`` of an input's last axis and a kernel's first, with a VJP of its own.
 
-    They equal JAX's up to rounding. JAX computes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA on
-    CPUs twice as long as xᵀ g. If bfloat16 operands give a float32 result (the logits), JAX also
+    Its gradients equal JAX's up to rounding. JAX computes the kernel's gradient as (gᵀ x)ᵀ, which takes XLA
+    on CPUs twice as long as xᵀ g. If bfloat16 operands give a float32 result (the logits), JAX also
     multiplies the gradient in float32; here it is rounded to the dtype of the operands, as in every
     other matmul.
     """
@@ -82,17 +82,18 @@ def _last_with_first(x: jax.Array) -> Any:
 
 
 def add_parameter(x: jax.Array, value: jax.Array) -> jax.Array:
-    """``x + value``, broadcast over leading axes; in float32, as is the sum in its gradient."""
+    """``x + value`` in the dtype of x, broadcast over leading axes; added and differentiated in float32."""
     value = jnp.expand_dims(value.astype(jnp.float32), range(x.ndim - value.ndim))
     return _with_stored_gradient((x.astype(jnp.float32) + value).astype(x.dtype))
 
 
 @jax.custom_vjp
 def _with_stored_gradient(x: jax.Array) -> jax.Array:
-    """x; its gradient is stored before anything reads it.
+    """``x``, whose gradient is materialized before anything reads it.
 
-    Else XLA for GPUs computes it and its sum over rows in one kernel, which stores two more arrays of the
-    MLP's width: a CLIP b32 took 5.50 instead of 4.91 GiB (8,192 pairs on 8 H100, compiled).
+    Otherwise XLA for GPUs fuses the gradient with its sum over rows (that of a bias), and the fusion writes
+    two more arrays of the MLP's width: a CLIP b32 took 5.50 instead of 4.91 GiB (8,192 pairs on 8 H100,
+    compiled).
     """
     return x
 
@@ -101,11 +102,11 @@ _with_stored_gradient.defvjp(lambda x: (x, None), lambda _, g: (jax.lax.optimiza
 
 
 def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """A vector (D,) as (1, …, 1, D), of the rank of ``x``; ranks are never promoted implicitly."""
+    """A vector (D,) as (1, …, 1, D), of the rank of ``x``, so that nothing is promoted implicitly."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
-FOR_ADAPTERS = "for adapters"  # what they read of an input that several layers share
+FOR_ADAPTERS = "for adapters"  # in ``shared`` of `of_same_input`: the input that adapters read
 
 
 class Linear(nnx.Module):
@@ -114,8 +115,8 @@ class Linear(nnx.Module):
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
     part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
-    its output to that of the matmul (`nn.lora`); ``sum_over_rows``, if set, adds the kernel's gradients of
-    the devices (`precision.scatter`), and ``dot_general`` takes it as a keyword.
+    its output to that of the matmul (`nn.lora`). ``sum_over_rows``, if set, is a keyword of ``dot_general``
+    and computes the gradient of the kernel, summed over devices (`precision.scatter`).
 
     Args:
       in_dim, out_dim: the sizes of the kernel.
@@ -159,7 +160,7 @@ class Linear(nnx.Module):
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``.
 
         Args:
-          shared: see `of_same_input`.
+          shared: the dict of `of_same_input`, the same for all layers that it calls.
         """
         dot_general = self.dot_general
         if isinstance(dot_general, nnx.Module):
@@ -180,19 +181,20 @@ class Linear(nnx.Module):
 
 
 def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """The output of each layer for the same ``x``, which quantizing ``dot_general``s quantize only once.
+    """The output of each layer for the same ``x``, which quantized ``dot_general``s quantize only once.
 
-    The gradients of all adapters are added first, and then to those of the kernels. XLA adds the devices'
-    parts of a sum of the latter at once, but not with an adapter's gradient, which is whole, in between.
+    The gradients of ``x`` from all adapters are added first, and then to those from the kernels. With a
+    tensor axis, the latter are partial sums, which XLA adds on each device before it reduces them over the
+    devices. Those from adapters are complete: one of them in between would split that into two reductions.
     """
-    # First, because gradients are added in reverse order.
+    # Read first, because JAX adds gradients in the reverse order of what reads ``x``.
     shared: dict = {FOR_ADAPTERS: _with_own_gradient(x)}
     return [linear(x, shared=shared) for linear in linears]
 
 
 @jax.custom_vjp
 def _with_own_gradient(x: jax.Array) -> jax.Array:
-    """x; the gradients of all that reads it are added before they are added to others of ``x``."""
+    """``x``; the gradients of what reads the result are added up before they join others of ``x``."""
     return x
 
 
@@ -201,9 +203,9 @@ _with_own_gradient.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def take_rows(num_rows: int, table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
-    """Rows of a table with ``num_rows`` rows, with the gradients of a row summed in float32.
+    """Rows of a table (V, D) with V = ``num_rows``; the gradients of a row are summed in float32.
 
-    JAX adds them one by one in the table's dtype: of 4,096 ones, a bfloat16 sum keeps 256.
+    JAX adds them one by one in the table's dtype: in bfloat16, the sum of 4,096 ones stops at 256.
     """
     return lookup(table_VD, ids_BS)
 
@@ -251,7 +253,7 @@ class Embed(nnx.Module):
 
 
 def unmarked(x: jax.Array) -> jax.Array:
-    """``x``. In norms `precision.scalify` puts a mark in its place, at which gradients are rescaled."""
+    """``x``. In norms, `precision.scalify` replaces this with a function that rescales the gradient."""
     return x
 
 

@@ -65,7 +65,7 @@ def add_adapters(
       the paths of the matmuls that have one.
 
     Raises:
-      ValueError: a pattern that matches no matmul, or a rank that is not smaller than a kernel's dims.
+      ValueError: a pattern that matches no matmul, or a rank that is not below both dims of a kernel.
     """
     linears = {path_name(path): m for path, m in nnx.iter_modules(model) if isinstance(m, Linear)}
     for pattern in targets or ():
@@ -106,7 +106,8 @@ def freeze(model: nnx.Module) -> None:
 def merged_params(model: nnx.Module) -> dict:
     """The parameters of the model without adapters that computes the same, up to rounding.
 
-    Kernels that had an adapter are in float32. Of a model without adapters, its own parameters.
+    Kernels that had an adapter are in float32. Without adapters they are the model's own parameters. This
+    changes the kernels of ``model``, which is not to be used afterwards.
     """
     has_adapters = False
     for _, module in nnx.iter_modules(model):

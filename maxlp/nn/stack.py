@@ -30,8 +30,8 @@ REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
         offload_dst="pinned_host",
     ),
 }
-# What a tick of a pipeline saves: as much as its layers do, so that the backward pass recomputes
-# nothing but the choice of weights.
+# What a tick of a pipeline saves: what its layers save, so that the backward pass recomputes
+# nothing but the selection of the weights of a round.
 _TICK_POLICIES = {
     "block": _policies.save_only_these_names(BLOCK_INPUT),
     "dots": _policies.save_only_these_names(BLOCK_INPUT, LINEAR_OUTPUT, RESIDUALS),
@@ -60,8 +60,8 @@ class StackCall(NamedTuple):
       blocks: the stacked module.
       x: the input of the first block.
       parts: all layers, in order.
-      layer: (x, params, state, plain) of one layer to (x, new state). params and state are pure dicts: one
-        layer's slices of the blocks' `nnx.Param` and of their other variables. plain: as in its `Part`.
+      layer: (x, params, state, plain) of one layer to (x, new state). params and state are pure dicts, the
+        layer's slices of the blocks' `nnx.Param` and of their other variables; plain is that of its `Part`.
     """
 
     blocks: "Block"
@@ -303,7 +303,7 @@ def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Ca
 
 
 def _without_quantization(block: nnx.Module, paths: frozenset[str]) -> nnx.Module:
-    """The block, whose layers at these paths lose the modules that quantize, and with them their state."""
+    """The block with plain `dot_general` in the layers at these paths, in place; their state is dropped."""
     for path, module in nnx.iter_modules(block):
         if isinstance(module, Linear) and path_name(path) in paths:
             module.dot_general = nnx.static(dot_general)

@@ -47,7 +47,7 @@ def global_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 
 
 def one_pass(data: Any, mesh: Mesh, limit: int | None = None) -> Iterator[dict]:
-    """Global device batches of one pass over the data, which is closed at the end of the pass."""
+    """Global device batches of one pass over the data, whose iterator is closed at the end."""
     with contextlib.closing(iter(data)) as batches:
         yield from (batch for batch, _ in device_batches(batches, mesh, limit))
 

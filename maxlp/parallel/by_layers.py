@@ -1,7 +1,7 @@
-"""Whole matrices on each device: arrays (*layers, m, n) whose layers the devices share.
+"""Whole matrices on each device: arrays (*layers, m, n), split by layers instead of by rows and columns.
 
-Mesh axes that do not divide the number of layers split the last dim instead. Replicas (the
-axis `data`) have the same layers.
+For optimizers that orthogonalize or factorize matrices (Muon, SOAP). Mesh axes that do not divide the
+number of layers split the last dim instead. Replicas (the axis ``data``) have the same layers.
 """
 
 import math
@@ -20,13 +20,13 @@ ORDER = ("stage", "context", "fsdp", "tensor")
 
 
 class LikeParams(NamedTuple):
-    """What `OfLayers` holds, split like the parameters."""
+    """What `OfLayers` holds, but sharded like the parameters."""
 
     state: Any
 
 
 def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation with `LikeParams` for `OfLayers`: all devices update one layer at a time."""
+    """The transformation with `LikeParams` for its `OfLayers`: all devices update one layer at a time."""
 
     def init(params: optax.Params) -> optax.OptState:
         return jax.tree.map(lambda x: LikeParams(*x) if found(x) else x, tx.init(params), is_leaf=found)
@@ -38,7 +38,7 @@ def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How the devices share an array (*layers, m, n), with at most one dim of layers; all have a number."""
+    """The split of an array (*layers, m, n) with at most one dim of layers; vectors are not split."""
     if len(shape) < 2:
         return PartitionSpec()
     layers, last = _split(shape, mesh)
@@ -50,16 +50,16 @@ def spread(x: jax.Array) -> jax.Array:
 
     The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
     """
-    return keep_spread(_constrained(x, [_as_it_is(x), *_stages(x)]))
+    return keep_spread(_constrained(x, [_as_it_is(x), *_moves(x)]))
 
 
 def gather_back(x: jax.Array) -> jax.Array:
     """The way back from `spread`."""
-    return _constrained(keep_spread(x), [*_stages(x)[::-1], _as_it_is(x)])
+    return _constrained(keep_spread(x), [*_moves(x)[::-1], _as_it_is(x)])
 
 
 def keep_spread(x: jax.Array) -> jax.Array:
-    """Keeps an array split by layers, which XLA does not infer for all results of a condition."""
+    """Constrains an array to its split by layers, which XLA does not infer for all results of a `cond`."""
     return _constrained(x, [spec_of_layers(x.shape, jax.sharding.get_abstract_mesh())])
 
 
@@ -69,7 +69,7 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
     Devices that share the layers take all of theirs at once; without ``alone``, so does one device.
 
     Args:
-      into: one or several arrays, of the shapes of the result.
+      into: one or several arrays; the result has their shapes and is written over them.
     """
     mesh, shape = jax.sharding.get_abstract_mesh(), jax.tree.leaves(into)[0].shape
     if len(shape) < 3 or not (alone or mesh.size > 1):
@@ -89,23 +89,23 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Splits an array by layers alone."""
+    """The array, split by layers alone: no axis splits its last dim."""
     layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
     return _constrained(x, [PartitionSpec(layers or None)])
 
 
 def _as_it_is(x: jax.Array) -> PartitionSpec:
-    """The split of a parameter, whose layers only stages share.
+    """The split of a parameter, whose layers only stages share; that of its matrices is left to XLA.
 
-    That of its matrices is left to XLA: otherwise it would add a gradient by layers, on all devices. With
-    that of the layers, XLA moves a sum; it would move each of its terms instead.
+    It keeps the split by layers from spreading to the matmul or sum that makes a gradient: XLA would add a
+    gradient by layers, on all devices, and would move each term of a sum instead of the sum.
     """
     layers = spec("layers") if x.ndim > 2 else ()
     return PartitionSpec(*layers, *[PartitionSpec.UNCONSTRAINED] * 2)
 
 
-def _stages(x: jax.Array) -> list[PartitionSpec]:
-    """The constraints before the last axis moves."""
+def _moves(x: jax.Array) -> list[PartitionSpec]:
+    """The splits on the way, after each axis of the layers but the last has moved."""
     layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
     free = [PartitionSpec.UNCONSTRAINED] * 2
     return [PartitionSpec(layers[: i + 1], *free) for i in range(len(layers) - 1)]

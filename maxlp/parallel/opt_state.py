@@ -17,7 +17,7 @@ class PerReplica(NamedTuple):
 
 
 class OfLayers(NamedTuple):
-    """State of whole matrices, whose layers the devices share (`by_layers.spec_of_layers`)."""
+    """State of whole matrices, split by layers (`by_layers.spec_of_layers`)."""
 
     state: Any
 
@@ -55,7 +55,8 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
-    Of `PerReplica` the first dim is split over ``data``, and the others as above; `OfLayers` by its layers.
+    The first dim of `PerReplica` is split over ``data``, and the others as above; `OfLayers` is split by
+    layers.
 
     Args:
       opt_state: as shapes.

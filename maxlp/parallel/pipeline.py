@@ -51,8 +51,8 @@ def run(
     """Runs all layers on all microbatches; the result equals that of the layers one after another.
 
     The rows are split as `sharding.split_rows` does. Every microbatch reads the old state. The new
-    state is the maximum over the microbatches. So is the gradient of the state, which must not be
-    negative: of a variable of the backward pass it is the new value.
+    state is the maximum over the microbatches. So is the gradient of the state, because that of an
+    overwrite-with-gradient variable (`core.gradients`) is its new value; it must not be negative.
 
     Args:
       rows: arrays with a leading batch axis; each microbatch gets its own part.

@@ -199,11 +199,12 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gather_sequence(x_BSD: jax.Array) -> jax.Array:
-    """A norm's output as matmuls read it: every device of the tensor axis holds all positions.
+    """Gathers a norm's output over the tensor axis, because matmuls read all positions.
 
-    Where a norm is recomputed, XLA would gather its float32 values before they are rounded. Of the gradient
-    only the split is constrained: XLA would gather what is split already (the sum of an input's adapters),
-    to split it again. With a context axis all is constrained; else XLA would gather positions over context.
+    The first constraint makes XLA gather the rounded output; of a recomputed norm it would gather the
+    float32 values. The second does not hold for the gradient: XLA would gather gradients that are split
+    already (the sum over an input's adapters), only to split them again. With a context axis it holds for
+    the gradient too; otherwise XLA would gather positions over context.
     """
     x_BSD = constrain(x_BSD, "batch", "act_seq", "act_embed")
     if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
@@ -212,11 +213,11 @@ def gather_sequence(x_BSD: jax.Array) -> jax.Array:
 
 
 def split_sequence(x_BSD: jax.Array) -> jax.Array:
-    """The residual stream as norms and residuals use it: the tensor axis splits the positions.
+    """Splits positions over the tensor axis, as the residual stream and norms use them.
 
-    With a context axis it is constrained to "seq" before, and so is its gradient. By default XLA gathers
-    positions over context: those of a matmul's input, because context also splits the dim of its kernel
-    that becomes the residual stream's, and both operands of a weight's gradient.
+    With a context axis, x and its gradient are constrained to "seq" first. By default XLA gathers positions
+    over context: those of the input of the matmul that makes x, because context also splits the output dim
+    of its kernel ("embed"), and those of both operands of the kernel's gradient.
     """
     if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
         x_BSD = constrain(x_BSD, "batch", "seq", "act_embed")
@@ -234,7 +235,8 @@ _constrained_forward.defvjp(lambda x, names: (constrain(x, *names), None), lambd
 def split_chunks(x: jax.Array, n: int) -> jax.Array:
     """(B, S, …) in ``n`` chunks of the sequence, (n, P, B/b, S/s/n, …), of which each device has a part.
 
-    P = b × s: the mesh splits batch and sequence in b and s parts at the head; ``n`` is cut to divide S/s.
+    P = b × s: at the head, the mesh splits the batch in b parts and the sequence in s. ``n`` is lowered to
+    its largest divisor that S/s has too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     b, s = (1 if mesh.empty else axes_size(mesh, axes) for axes in spec("batch", "logits_seq"))
@@ -272,7 +274,7 @@ def lookup(table_VD: jax.Array, ids_BS: jax.Array) -> jax.Array:
 
 
 def constrain_params(variables: nnx.State, *, gathered: bool = False) -> nnx.State:
-    """Constrains parameters to their shards; if ``gathered``, then to a split by the tensor axis only."""
+    """Constrains parameters to their shards; if ``gathered``, then gathers them except over tensor."""
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         names = variable.get_metadata("out_sharding")

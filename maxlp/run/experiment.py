@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
-from maxlp.core.gradients import Gradients, join_trees, split_like_params
+from maxlp.core.gradients import Gradients, join_trees, shard_like_params
 from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
 from maxlp.core.train_step import Statistics, Step
 from maxlp.families import Family
@@ -148,7 +148,7 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
 
         gradients = scalify.scaled_gradients(gradients)
     if machine.axes["tensor"] > 1:
-        gradients = split_like_params(gradients)
+        gradients = shard_like_params(gradients)
     gates: dict[str, Gate] = {}
     if s.precision.loss_scale is not None:
         gates["loss_scale"] = s.precision.loss_scale

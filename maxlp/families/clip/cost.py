@@ -44,7 +44,7 @@ class Tower:
     """One tower on one device; see the letters above.
 
     Attributes:
-      a, param: bytes of an activation and of a parameter.
+      a, param: bytes of one element of an activation and of a parameter.
       shards: how many parts a weight is split into, not counting the tensor axis.
       tile: see `TILES`.
       frozen: only adapters are trained.
@@ -81,7 +81,7 @@ class Tower:
 
     @property
     def widths(self) -> list[int]:
-        """Of each kernel of a block, its dim besides D."""
+        """The dim of each kernel of a block that is not D."""
         return 4 * [self.D] + 2 * [self.F]
 
     @property
@@ -320,7 +320,7 @@ def _readers(name: str) -> list[tuple[str, ...]]:
 
 
 def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:
-    """Path of each matmul of a block -> its dim besides D."""
+    """Path of each matmul of a block -> the dim of its kernel that is not D."""
     attn = {f"{name}/layers/attn/{one}_proj": tower.D for one in "qkvo"}
     return attn | {f"{name}/layers/mlp/{one}_proj": tower.F for one in ("up", "down")}
 

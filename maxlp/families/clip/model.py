@@ -56,9 +56,11 @@ class TextConfig:
     def __post_init__(self):
         check_tower(self)
         if self.eos_id is not None and self.eos_id >= self.vocab_size:
-            raise ValueError(f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}")
+            raise ValueError(
+                f"eos_id={self.eos_id} must be below vocab_size={self.vocab_size}; change one of them"
+            )
         if self.pool == "eos" and self.eos_id is None:
-            raise ValueError("pool='eos' needs eos_id, the token id that ends a text")
+            raise ValueError("pool='eos' needs eos_id; set it to the token id that ends a text")
         if self.pool != "eos":  # no effect; as formats of weights, which then have no such id
             object.__setattr__(self, "eos_id", None)
 
@@ -117,7 +119,7 @@ class CLIPConfig:
         if not self.visual.proj and self.visual.width != self.embed_dim:
             raise ValueError(
                 f"visual.proj=False needs visual.width={self.visual.width} to equal "
-                f"embed_dim={self.embed_dim}"
+                f"embed_dim={self.embed_dim}; change one of them, or set visual.proj=True"
             )
 
     @property

@@ -127,8 +127,8 @@ def flops_per_unit(
 ) -> tuple[float, float]:
     """Training FLOPs per pair with (full, causal) attention: 6 for each weight that multiplies a token.
 
-    Frozen weights need 4. The patch embedding has all patches, the blocks and the pooling those that are
-    kept; excludes projections and the loss.
+    Frozen weights need 4. The patch embedding counts with all patches, blocks and pooling with those that
+    are kept. Projections and the loss are not counted.
     """
     visual, text = model.visual, model.text
     per_weight = 4.0 if frozen else 6.0

@@ -58,7 +58,8 @@ class VisualConfig:
         check_tower(self)
         if self.image_size % self.patch_size:
             raise ValueError(
-                f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}"
+                f"image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; change "
+                "one of them"
             )
 
     @property

@@ -49,7 +49,7 @@ class Sizes:
 
     Attributes:
       ends: 2, the embedding and the head, or 1 if they are one array.
-      a, param: bytes of one number of an activation and of a parameter.
+      a, param: bytes of one element of an activation and of a parameter.
       pieces: of the logits, one of which is in float32 at a time; there are at least as many as ``chunks``.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
@@ -108,12 +108,12 @@ class Sizes:
 
     @property
     def end(self) -> float:
-        """Numbers of the embedding or of the head, sharded."""
+        """Elements of the embedding or of the head on one device."""
         return self.V * self.D / (self.shards * self.t)
 
     @property
     def widths(self) -> list[int]:
-        """Of each kernel of a block, its dim besides D."""
+        """The dim of each kernel of a block that is not D."""
         return 2 * [self.N * self.H] + 2 * [self.K * self.H] + 3 * [self.F]
 
     @property
@@ -453,7 +453,7 @@ def offloaded(s: Sizes) -> float:
 
 
 def matmul_widths(s: Sizes) -> dict[str, int]:
-    """Path of each matmul of a block -> its dim beside D."""
+    """Path of each matmul of a block -> the dim of its kernel that is not D."""
     q, kv = s.N * s.H, s.K * s.H
     paths = [*QKV, OUT, *GATE_UP, DOWN]
     return dict(zip(paths, [q, kv, kv, q, s.F, s.F, s.F], strict=True))

@@ -1,6 +1,6 @@
 """Benchmarks of EleutherAI's `lm-eval` on a Llama; needs the extra `lm_eval`.
 
-The library makes the prompts and computes the metrics; here are the three questions that it asks a model.
+The library makes the prompts and computes the metrics; this module answers its three kinds of requests.
 Every text begins with the token that begins documents in training.
 """
 

@@ -17,7 +17,7 @@ from maxlp.families.llama import losses
 from maxlp.nn.decoding import padded_length
 
 BATCH_TOKENS = 4096  # at once, on all devices: 2 GiB of logits at a vocabulary of 128k
-LENGTH_STEP = 128  # of lengths, which attention kernels of TPUs need
+LENGTH_STEP = 128  # lengths are padded to multiples of it, as attention kernels of TPUs need
 
 Ids = Sequence[int]
 

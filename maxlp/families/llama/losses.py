@@ -14,7 +14,7 @@ from flax import nnx
 from maxlp.nn.layers import over_last_dim
 from maxlp.parallel import sharding
 
-PIECES = 8  # of whole logits, of which one at a time is in float32
+PIECES = 8  # of the logits if there is one chunk; one piece at a time is in float32
 
 Sums = dict[str, jax.Array]
 Product = Callable[[nnx.State, jax.Array], jax.Array]

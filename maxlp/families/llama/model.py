@@ -52,8 +52,8 @@ class LlamaConfig:
       qk_norm: RMS norms of the queries and keys of each head, before their rotation (Qwen3).
       logit_soft_cap: c, with which logits x become c · tanh(x / c), between -c and c (Gemma 2, arXiv:
         2408.00118, has 30); None leaves them as they are.
-      qk_clip: τ, above which the largest attention logit of a head shortens the kernels of its queries and
-        keys (`families.llama.qk_clip`; Kimi K2 has 100); None never does.
+      qk_clip: τ; a head whose largest attention logit exceeds it has the kernels of its queries and keys
+        scaled down (`families.llama.qk_clip`; Kimi K2 has 100). None is off.
       tie_embeddings: the logits use the embedding table.
       init_std: standard deviation of the weights. None: 1 / sqrt(inputs) for kernels, 1 for the embedding
         table (1 / sqrt(D) if tied). The two projections that write to the residual stream are scaled down
@@ -275,7 +275,7 @@ class Llama(nnx.Module):
         with jax.named_scope("embed"):
             x_BSD = constrain(self.tok_embed(tokens_BS), "batch", "embed_seq", "act_embed")
         cos, sin = rope_table(positions_BS, c.head_dim, c.rope_theta, c.rope_scaling)
-        if not c.scan_layers:  # XLA fuses nothing into a loop; without it each layer computes the table
+        if not c.scan_layers:  # a loop, which XLA does not fuse into each layer to compute it again
             cos, sin = jax.lax.map(lambda is_sin: jnp.where(is_sin, sin, cos), jnp.array([False, True]))
         with jax.named_scope("layers"):
             x_BSD, new_cache = stack.apply_stack(
@@ -304,7 +304,7 @@ class Llama(nnx.Module):
 
     def head(self) -> tuple[Callable[[nnx.State, jax.Array], jax.Array], nnx.State]:
         """Uncapped `logits` as a function of (weights, hidden states) without sharding constraints, and the
-        weights in ``dtype``. The head records nothing here, such as its health.
+        weights in ``dtype``. State that the head writes, such as its health, is dropped.
 
         Frozen weights are gathered here: inside of the function every chunk of the loss would gather them.
         """

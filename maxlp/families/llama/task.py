@@ -86,7 +86,11 @@ def loss_gradients(
     measure_noise: bool = False,
     alone: bool = False,
 ) -> gradients.Gradients:
-    """The gradients of `batch_loss`, or of a replica's ``alone``; see `gradients.token_gradients`."""
+    """The gradients of `batch_loss`; see `gradients.token_gradients`.
+
+    Args:
+      alone: the loss is the mean over this replica's tokens, not over all (`core.local_steps`).
+    """
     del seed
     return gradients.token_gradients(
         lambda model, batch: next_token_sums(model, batch, config),

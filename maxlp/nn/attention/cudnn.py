@@ -1,7 +1,7 @@
 """cuDNN's flash attention for NVIDIA GPUs, on Hopper or newer also for rows of packed documents.
 
 As a mask, documents would be an (S, S) bias. Instead, cuDNN reads q, k and v as ragged arrays: it is given
-the length of each document and the offset of its first number, and skips what lies between documents in
+the length of each document and the offset of its first element, and skips what lies between documents in
 both passes. The number of documents is part of the program, and memory is reserved for that many of length
 S (`workspace`), so the loader has to bound it (``data.max_documents``).
 
@@ -25,7 +25,7 @@ from maxlp.nn.attention.per_device import on_each_device
 
 # Parts of `jax.Device.device_kind`: GPUs on which cuDNN has the packed layout, and heads above 128.
 HOPPER_OR_NEWER = "H100", "H200", "B200", "B300"
-MAX_DOCUMENTS = 16  # of a row, for cuDNN, whose backward pass reserves memory for so many rows
+MAX_DOCUMENTS = 16  # in a row; in its backward pass, cuDNN reserves memory for each as if it filled the row
 
 
 def cudnn(
@@ -61,7 +61,7 @@ def refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
         )
     if use.packed and use.rows * use.seq_len * heads * use.head_dim >= 2**31:  # offsets are int32
         return (
-            f"{key} takes fewer than 2^31 numbers of packed queries at once, not {use.rows} rows × "
+            f"{key} takes fewer than 2^31 elements of packed queries at once, not {use.rows} rows × "
             f"{use.seq_len} × {heads} heads × {use.head_dim}; raise train.microbatches or use "
             "model.attention=flash"
         )
@@ -78,16 +78,16 @@ def refusal(key: str, use: Use, heads: int, device_kind: str) -> str | None:
     return None
 
 
-def workspace(numbers: float, packed: bool) -> float:
+def workspace(elements: float, packed: bool) -> float:
     """Bytes of workspace of cuDNN's backward pass, which only a compilation on a GPU with cuDNN shows.
 
     It sums the gradient of q in float32, for every document as if it had the length of a row: ``dQ_accum``
     of cuDNN's frontend, whose bound by the number of tokens (``max_total_seq_len_q``) XLA does not set.
 
     Args:
-      numbers: how many there are in q.
+      elements: how many q has.
     """
-    return 4 * numbers * (MAX_DOCUMENTS + 1 if packed else 1)
+    return 4 * elements * (MAX_DOCUMENTS + 1 if packed else 1)
 
 
 @functools.cache
@@ -186,20 +186,20 @@ class Documents(NamedTuple):
         return jnp.diff(self.starts)[: B * (MAX_DOCUMENTS + 1)].reshape(B, -1)
 
     def offsets(self, x_BSNH: jax.Array) -> jax.Array:
-        """The first number of each document in the memory of an array, int32 (B, M + 1)."""
+        """The offset of each document's first element in the memory of an array, int32 (B, M + 1)."""
         B, S, N, H = x_BSNH.shape
         assert B * S * N * H < 2**31, "see attention.refusal"
         return (self.starts * (N * H)).reshape(B, -1)
 
     def joined(self, x_DNS: jax.Array) -> jax.Array:
-        """Numbers of the tokens of each document, one document after the other: (B, N, S)."""
+        """Values of tokens in the layout of documents, (D, N, S), in that of rows: (B, N, S)."""
         B, S = self.number_BS.shape
         place_BS = jnp.arange(B * S).reshape(B, S) - self.starts[self.number_BS]
         heads_1N1 = jnp.arange(x_DNS.shape[1])[None, :, None]
         return x_DNS[self.number_BS[:, None], heads_1N1, place_BS[:, None]]
 
     def split(self, x_BNS: jax.Array) -> jax.Array:
-        """The inverse of `joined`; behind the end of a document there are numbers of others."""
+        """The inverse of `joined`; past the end of a document are values of other documents."""
         B, N, S = x_BNS.shape
         starts_D = self.starts[: B * (MAX_DOCUMENTS + 1)]
         token_D1S = jnp.minimum(starts_D[:, None, None] + jnp.arange(S)[None, None], B * S - 1)

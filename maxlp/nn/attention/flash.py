@@ -8,7 +8,7 @@ The gradient of a key is summed over its G query heads within one program, so th
 deterministic. Arrays keep the layout of the model, and grouped keys are read where they are: nothing is
 transposed, repeated or padded.
 
-Logits are kept in base 2, because the hardware's exponential is that of base 2.
+Logits are in base 2 (multiplied by log2 e), because the exponential of the hardware is 2^x.
 
 Shape letters: B batch · S query length · T key length · N query heads · K kv heads · G = N/K · H head dim ·
 P the power of two above H · s, t queries and keys of one block.
@@ -39,9 +39,9 @@ class Blocks:
 
     Attributes:
       own: rows of the block that a program owns: queries, or keys for dk and dv.
-      other: rows of a block that it walks over.
+      other: rows of a block that it walks over: keys, or queries for dk and dv.
       warps: of a program.
-      stages: how many of those blocks are in flight.
+      stages: how many of the other blocks are loaded ahead (Triton's software pipeline).
     """
 
     own: int
@@ -50,8 +50,8 @@ class Blocks:
     stages: int
 
 
-# Blocks of each kernel for heads whose rows have at most so many bytes, with much and with little shared
-# memory. They are not tuned on a device: they compile for every GPU of `planning.topologies`.
+# Whether shared memory is large -> the bytes of one head of a token, at most -> the blocks of each kernel.
+# They are not tuned on a device: they compile for every GPU of `planning.topologies`.
 BLOCKS: dict[bool, dict[int, dict[str, Blocks]]] = {
     True: {
         256: dict(forward=Blocks(128, 64, 8, 3), dq=Blocks(128, 64, 8, 2), dkv=Blocks(64, 128, 8, 2)),
@@ -67,7 +67,7 @@ LARGE_SHARED_MEMORY = "A100", "H100", "H200", "B200", "B300"
 
 
 def supports(head_dim: int, itemsize: int) -> bool:
-    """Whether there are blocks for heads of this size, in a dtype of so many bytes."""
+    """Whether there are blocks for heads of this size in a dtype with this number of bytes."""
     return head_dim * itemsize <= FLASH_ROW_BYTES
 
 
@@ -156,10 +156,10 @@ def forward(
     ]
     outputs = [
         (jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows),
-        (jax.ShapeDtypeStruct((sizes.B, sizes.N, sizes.S), jnp.float32), at.numbers),
+        (jax.ShapeDtypeStruct((sizes.B, sizes.N, sizes.S), jnp.float32), at.scalars),
     ]
     if earlier is not None:
-        inputs += zip(earlier, (at.rows, at.numbers), strict=True)
+        inputs += zip(earlier, (at.rows, at.scalars), strict=True)
     return _call(_forward_kernel, sizes, blocks, at.grid, inputs, outputs, earlier or ())
 
 
@@ -187,7 +187,7 @@ def backward(
     blocks = sizes.blocks("dq", sizes.S, sizes.T)
     at = _QuerySpecs(sizes, blocks)
     arrays = q_BSNH, k_BTKH, v_BTKH, dout_BSNH, log_sum_BNS, delta_BNS
-    specs = at.rows, at.keys, at.keys, at.rows, at.numbers, at.numbers
+    specs = at.rows, at.keys, at.keys, at.rows, at.scalars, at.scalars
     inputs = [*zip(arrays, specs, strict=True), *((x, at.bounds) for x in of_queries)]
     outputs = [(jax.ShapeDtypeStruct(q_BSNH.shape, dtype), at.rows)]
     earlier = () if dq_BSNH is None else (dq_BSNH,)
@@ -196,7 +196,7 @@ def backward(
 
     blocks = sizes.blocks("dkv", sizes.T, sizes.S)
     at = _KeySpecs(sizes, blocks)
-    specs = at.queries, at.rows, at.rows, at.queries, at.numbers, at.numbers
+    specs = at.queries, at.rows, at.rows, at.queries, at.scalars, at.scalars
     inputs = [*zip(arrays, specs, strict=True), *((x, at.bounds) for x in of_keys)]
     outputs = [(jax.ShapeDtypeStruct(k_BTKH.shape, dtype), at.rows)] * 2
     dk_BTKH, dv_BTKH = _call(_dkv_kernel, sizes, blocks, at.grid, inputs, outputs)
@@ -238,12 +238,12 @@ class _Sizes:
 
 
 def _power_of_two(size: int) -> int:
-    """The next one, at least 16: what the matmul unit multiplies."""
+    """The smallest one that is not below ``size``; at least 16, the smallest dim that tensor cores take."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class _QuerySpecs:
-    """What a program that owns a block of queries of one head sees of each array: grid (blocks, B, N)."""
+    """What a program with a block of queries of one head reads and writes; the grid is (blocks, B, N)."""
 
     def __init__(self, sizes: _Sizes, blocks: Blocks):
         from jax.experimental import pallas as pl  # takes half a second to import
@@ -252,12 +252,12 @@ class _QuerySpecs:
         self.grid = pl.cdiv(sizes.S, blocks.own), sizes.B, sizes.N
         self.rows = pl.BlockSpec((None, blocks.own, None, P), lambda i, b, n: (b, i, n, 0))
         self.keys = pl.BlockSpec((None, T, None, P), lambda i, b, n: (b, 0, n // G, 0))
-        self.numbers = pl.BlockSpec((None, None, blocks.own), lambda i, b, n: (b, n, i))
+        self.scalars = pl.BlockSpec((None, None, blocks.own), lambda i, b, n: (b, n, i))
         self.bounds = pl.BlockSpec((None, blocks.own), lambda i, b, n: (b, i))
 
 
 class _KeySpecs:
-    """What a program that owns a block of keys of one head sees of each array: grid (blocks, B, K)."""
+    """What a program with a block of keys of one head reads and writes; the grid is (blocks, B, K)."""
 
     def __init__(self, sizes: _Sizes, blocks: Blocks):
         from jax.experimental import pallas as pl
@@ -266,7 +266,7 @@ class _KeySpecs:
         self.grid = pl.cdiv(sizes.T, blocks.own), sizes.B, sizes.K
         self.rows = pl.BlockSpec((None, blocks.own, None, P), lambda j, b, k: (b, j, k, 0))
         self.queries = pl.BlockSpec((None, S, G, P), lambda j, b, k: (b, 0, k, 0))
-        self.numbers = pl.BlockSpec((None, G, S), lambda j, b, k: (b, k, 0))
+        self.scalars = pl.BlockSpec((None, G, S), lambda j, b, k: (b, k, 0))
         self.bounds = pl.BlockSpec((None, blocks.own), lambda j, b, k: (b, j))
 
 
@@ -287,7 +287,7 @@ def _call(
 
     Args:
       inputs, outputs: (array or its shape, spec).
-      earlier: the last inputs, in whose place the outputs are written.
+      earlier: the last of the inputs, which the outputs overwrite.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -331,19 +331,19 @@ class _Program:
         return self.sizes.H**-0.5
 
     def own(self, ref: Any, length: int, other: Any = 0) -> jax.Array:
-        """The program's own rows (size, P), or its own numbers (size,)."""
+        """The program's own rows (size, P), or its own scalars (size,), one for each row."""
         mask = self._mask(ref.shape, self._own_start, length)
         return _load(ref, (slice(None),) * len(ref.shape), mask, other)
 
     def store(self, ref: Any, x: jax.Array, length: int) -> None:
-        """The program's own rows or numbers."""
+        """Writes the program's own rows or scalars."""
         from jax.experimental.pallas import triton
 
         mask = self._mask(ref.shape, self._own_start, length)
         triton.store(ref, x.astype(ref.dtype), mask=mask)
 
     def block(self, ref: Any, i: Any, length: int, masked: bool, *head: Any) -> jax.Array:
-        """Block i of the other side's rows (size, P), or of its numbers (size,); see `walk`.
+        """Block i of the other side's rows (size, P), or of its scalars (size,); see `walk`.
 
         Args:
           head: the index of the head, if the reference has several.

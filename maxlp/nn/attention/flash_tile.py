@@ -28,7 +28,7 @@ from maxlp.nn.attention.tiles import MASKED_LOGIT, Pairs, SegmentIds, dot, float
 
 MAX_TILE_SIZE = 1024
 LANES = 128
-MAX_TILES = 180  # in a length: the table of a device's pairs then fills half of a TPU's scalar memory
+MAX_TILES = 180  # in a length: the table of a device's causal pairs fills half of a TPU's scalar memory
 INTERPRET = False  # runs the kernels operation by operation, on any platform (for tests)
 
 

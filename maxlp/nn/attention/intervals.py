@@ -37,9 +37,10 @@ def from_itself(B: int, S: int) -> Interval:
 def same_segment(ids_BS: jax.Array, other_ids_BT: jax.Array) -> Interval:
     """The tokens of the other sequence that are in a token's own segment.
 
-    Ids increase along a row, and padding, which is 0, is at its end. A bound is then a number of smaller
-    ids. They are counted by S × T comparisons, which XLA neither stores nor does in many steps, as a binary
-    search would: attention itself takes thousands of operations for each of them.
+    Ids increase along a row, and padding, which is 0, is at its end. So lo is the number of smaller ids, hi
+    that of ids that are not larger. Each is a sum of T comparisons, which XLA fuses: nothing of size S × T
+    is stored. A binary search would need fewer comparisons, but one after another; attention itself takes
+    thousands of operations for each pair.
     """
     ids, others = (jnp.where(x == 0, PADDING_ID, x) for x in (ids_BS, other_ids_BT))
     ids_BS1, others_B1T = ids[:, :, None], others[:, None]

@@ -86,7 +86,7 @@ BROKEN = {
     ),
     "qk_clip_scales_whole_kernels": (
         {"model.qk_clip": 50.0, "model.param_dtype": "bfloat16"},
-        "model.qk_clip=50.0 is too small a change for model.param_dtype=bfloat16; use float32",
+        "qk_clip=50.0 is a change that model.param_dtype=bfloat16 may round away; use float32",
     ),
 }
 
@@ -108,11 +108,11 @@ def test_settings_that_break_a_rule_are_refused_in_one_line(rule):
     [
         ({"model.qk_norm": True}, "qk_clip=50.0 has no effect with qk_norm=True"),
         ({"train.lora.rank": 4, "train.init_from": "weights"}, "kernels that train.lora keeps frozen"),
-        ({"train.local.steps": 8}, "logits of all replicas, which train.local leaves alone"),
-        ({"precision.scalify": "fp16", "model.dtype": "float16"}, "which precision.scalify does not carry"),
+        ({"train.local.steps": 8}, "the logits of all replicas, but with train.local each trains alone"),
+        ({"precision.scalify": "fp16", "model.dtype": "float16"}, "which precision.scalify drops"),
         (
             {"optimizer.name": "schedule_free_adamw", "optimizer.schedule": "constant"},
-            "does not reach the average of optimizer=schedule_free_adamw; unset it or use adamw",
+            "the averaged weights of schedule_free_adamw; unset it or use adamw",
         ),
     ],
 )
