@@ -76,7 +76,7 @@ def continue_prompts(language: Language, mesh: Mesh, sampling: Sampling) -> None
     rows = generate(
         language.restore(f.step, mesh),
         [prompt for prompt, _ in healed],
-        first=np.stack([allowed_V for _, allowed_V in healed]),
+        allowed_first=np.stack([allowed_V for _, allowed_V in healed]),
         max_new_tokens=f.max_new_tokens,
         sampling=sampling,
         seed=f.seed,

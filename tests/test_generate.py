@@ -33,7 +33,7 @@ def test_a_prompt_that_ends_inside_a_token_is_healed():
     [(_, fewer_V)] = heal(Letters(), [[0, 1, 2]], 5)  # a tokenizer with more ids than the model
     assert np.flatnonzero(fewer_V).tolist() == [2, 3]
     model = make_llama(init_std=0.3)(nnx.Rngs(0))
-    how = dict(max_new_tokens=2, sampling=Sampling(10.0), first=np.stack([allowed_V, all_V]))
+    how = dict(max_new_tokens=2, sampling=Sampling(10.0), allowed_first=np.stack([allowed_V, all_V]))
     rows = [generate.generate(model, [prompt, empty], seed=seed, **how) for seed in range(20)]
     assert {row[0][0] for row in rows} <= {2, 3, 5} and len({row[0][0] for row in rows}) > 1
     assert {row[1][0] for row in rows} - {2, 3, 5}

@@ -41,8 +41,8 @@ def batch_gradients(loss: Loss) -> Gradients:
             value, metrics = loss(model, batch, state["step"])
             return scaled(value, loss_scale), (metrics, forward_state(model))
 
-        both = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
-        (grads, new_backward), (metrics, new_forward) = both(state["params"], backward)
+        grad_fn = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)
+        (grads, new_backward), (metrics, new_forward) = grad_fn(state["params"], backward)
         model_state = join_trees(state["model_state"], new_forward, new_backward)
         return unscaled(grads, loss_scale), model_state, metrics
 
@@ -97,8 +97,8 @@ def token_gradients(
             return scaled(sums["loss"] / total, loss_scale), (sums, forward_state(model))
 
         def of_part(part: Batch) -> tuple[dict, tuple[Metrics, dict]]:
-            both = jax.grad(share, argnums=(0, 1), has_aux=True)
-            (grads, new_backward), (sums, new_forward) = both(state["params"], backward, part)
+            grad_fn = jax.grad(share, argnums=(0, 1), has_aux=True)
+            (grads, new_backward), (sums, new_forward) = grad_fn(state["params"], backward, part)
             if measure_noise:
                 sums = sums | {"squares": squared_norm(grads)}
             return grads, (sums, join_trees(new_forward, new_backward))

@@ -129,7 +129,7 @@ def train_step(
     def of_replica(each: State, step: jax.Array, rows: Batch) -> tuple[State, Metrics]:
         mine = jax.tree.map(lambda x: x[0], each)
         new, metrics = inner(graphdef, mine | {"model_state": {}, "step": step}, rows)
-        return jax.tree.map(lambda x: x[None], {key: new[key] for key in mine}), _of_all(metrics)
+        return jax.tree.map(lambda x: x[None], {key: new[key] for key in mine}), _combined(metrics)
 
     advance = jax.shard_map(
         of_replica,
@@ -150,8 +150,8 @@ def train_step(
     return state | {"params": params, "opt_state": local, "step": step}, metrics
 
 
-def _of_all(metrics: Metrics) -> Metrics:
-    """The metrics of all replicas, from those of each: one exchange of a few numbers."""
+def _combined(metrics: Metrics) -> Metrics:
+    """The metrics of all replicas, from those of each: all-reduces of a few scalars."""
     tokens = metrics["tokens"]
     sums = {name: metrics[name] * tokens for name in MEANS} | {"tokens": tokens}
     means, sums = jax.lax.pmean(metrics, exchange.AXIS), jax.lax.psum(sums, exchange.AXIS)

@@ -62,7 +62,7 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
             grads, new, metrics = gradients(graphdef, mine, rows, None)
             grads = jax.tree.map(lambda g, at: jax.lax.with_sharding_constraint(g, at)[None], grads, specs)
             del new[ERRORS]
-            return grads, *_of_all(new, metrics)
+            return grads, *_combined(new, metrics)
 
         share = jax.shard_map(
             of_replica,
@@ -80,10 +80,11 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
     return of_batch
 
 
-def _of_all(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
-    """The combined states and metrics of all replicas.
+def _combined(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:
+    """The model_state and the metrics of the whole batch, from those of each replica.
 
-    States are combined as over microbatches. The number of tokens is already that of the whole batch.
+    States are combined by maximum, as over microbatches. Metrics are shares, which add up; the number of
+    tokens is already that of the whole batch.
     """
     model_state = jax.tree.map(lambda x: jax.lax.pmax(x, exchange.AXIS), model_state)
     sums = {name: sharding.sum_of_replicas(x) for name, x in metrics.items() if name != "tokens"}

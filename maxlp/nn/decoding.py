@@ -43,14 +43,14 @@ def generate(
     sampling: Sampling,
     seed: int = 0,
     eos_id: int | None = None,
-    first: np.ndarray | None = None,
+    allowed_first: np.ndarray | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to but excluding ``eos_id``.
 
     Args:
       prompts: token ids, at least one each; they may differ in length.
       seed: modulo 2**32; row i draws with its own key, so its text does not depend on other rows.
-      first: bool allowed_BV for the first new token; None allows all tokens.
+      allowed_first: bool (B, V), the tokens that may come first; None allows all.
     """
     lengths_B = np.array([len(p) for p in prompts], np.int32)
     width = padded_length(int(lengths_B.max()))  # prompts of similar length share a compilation
@@ -64,7 +64,7 @@ def generate(
         nnx.to_pure_dict(state),
         tokens_BS,
         lengths_B,
-        first,
+        allowed_first,
         np.uint32(seed % 2**32),
         stop,
         sampling=sampling,
@@ -80,7 +80,7 @@ def _generate(
     state: dict,
     tokens_BS: jax.Array,
     lengths_B: jax.Array,
-    first_BV: jax.Array | None,
+    allowed_first_BV: jax.Array | None,
     seed: np.uint32,
     stop: int,
     *,
@@ -108,7 +108,8 @@ def _generate(
     positions_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
     cache = model().init_cache(B, S + max_new_tokens)
     x_BSD, cache = model().hidden(tokens_BS, positions_BS, cache=cache)
-    first_B = draw(0, jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1), first_BV)
+    last_B1D = jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], axis=1)
+    first_B = draw(0, last_B1D, allowed_first_BV)
     out_BN = jnp.full((B, max_new_tokens), stop, jnp.int32).at[:, 0].set(first_B)
 
     def is_unfinished(carry: tuple) -> jax.Array:

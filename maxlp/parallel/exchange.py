@@ -40,7 +40,7 @@ def sum_over_replicas(gradients: Any, errors: Any, specs: Any, format_name: str)
       gradients: a tree of arrays (R, …); entry r is that of replica r, on its devices.
       errors: the same in float32, from the step before; at first zeros.
       specs: the partition of each parameter (…), which does not have the axis ``data``.
-      format_name: in `formats.FORMATS`; it has 8 bits.
+      format_name: a key of `formats.FORMATS`, of 8 bits.
 
     Returns:
       the sums (…) in the dtypes of ``gradients``, partitioned by ``specs``, and the new errors. A block

@@ -48,12 +48,12 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "patch": None,  # the pixels of a patch
     "joint": None,  # the features that CLIP compares
     "layers": "stage",
-    "replica": "data",  # of the state that each replica has of a parameter
+    "replica": "data",  # the first axis of state that each replica has for itself
     # activations
     "batch": ("data", "fsdp"),
     "seq": "context",
     "act_seq": ("context", "tensor"),  # the sequence between matmuls (residual stream and norms)
-    "lookup": "data",  # batch and sequence at the embedding lookup: not split like the table
+    "lookup": "data",  # batch and sequence at the embedding lookup: no axis that splits the table
     "lookup_seq": "stage",
     "sent_seq": ("stage", "context"),  # on the way from there to the batch and "embed_seq"
     "sent_embed": "fsdp",
@@ -108,7 +108,7 @@ def make_mesh(
 
 
 def dcn_sizes(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """The sizes that ``dcn_data`` can have: the number of TPU slices; elsewhere 1, or the number of hosts.
+    """The sizes that ``dcn_data`` can have: the number of slices; except on TPUs also 1 and that of hosts.
 
     No other axis can span TPU slices, and the hosts of a slice do not count: a fast network connects them.
     """
@@ -303,7 +303,7 @@ def all_gather_params(variables: nnx.State) -> nnx.State:
         replicas = tuple(name for name in axis_names(spec("batch_seq")[0]) if name not in gathered)
 
         def gather(shard: jax.Array) -> jax.Array:
-            # Here, because the gradients of replicas are added where the value begins to vary.
+            # Before the gathers: its transpose, which adds gradients of replicas, then sees shards only.
             shard = jax.lax.pcast(shard, replicas, to="varying")
             for dim, axis in split:
                 shard = _all_gather(shard, axis, dim)

@@ -24,7 +24,7 @@ def _read_hf(source: Path, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _preprocessor(source: Path) -> Section:
-    """The image processor's settings; in a file of transformers 5 they precede those of another file."""
+    """The image processor's settings, from the file of transformers 5 if it has any, else the older one."""
     if (source / PROCESSOR).exists():
         processor = Section(f"{PROCESSOR}: ", read_config(source / PROCESSOR))
         if (found := processor.section("image_processor", None)).values:
@@ -75,9 +75,9 @@ def _advice(other: str, config: CLIPConfig) -> str:
 
 
 def _as_trained(config: CLIPConfig, data: Mapping[str, Any]) -> CLIPConfig:
-    """A text tower whose features depend on the number of padding tokens, for texts as long as in training.
+    """The model to export: if padding changes the features of a text, its ``max_len`` is that of training.
 
-    Other libraries pad to the longest text that the model reads.
+    Other libraries pad texts to ``max_len``.
     """
     text, text_len = config.text, data.get("text_len", config.text.max_len)
     if text_len == text.max_len:

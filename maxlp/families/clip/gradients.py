@@ -110,8 +110,8 @@ def _cached_gradients(
             features, new_forward = encode(params, backward, part)
             return jnp.asarray(optax.tree.vdot(features, feature_grads)), new_forward
 
-        both = jax.grad(product, argnums=(0, 1), has_aux=True)
-        (grads, new_backward), new_forward = both(params, backward)
+        grad_fn = jax.grad(product, argnums=(0, 1), has_aux=True)
+        (grads, new_backward), new_forward = grad_fn(params, backward)
         return grads, join_trees(new_forward, new_backward)
 
     parts = gradients.split_batch(batch, microbatches)

@@ -86,11 +86,7 @@ def loss_gradients(
     measure_noise: bool = False,
     alone: bool = False,
 ) -> gradients.Gradients:
-    """The gradients of `batch_loss`; see `gradients.token_gradients`.
-
-    Args:
-      alone: the loss is the mean over this replica's tokens, not over all (`core.local_steps`).
-    """
+    """The gradients of `batch_loss`; if ``alone``, of the mean over this replica's tokens only."""
     del seed
     return gradients.token_gradients(
         lambda model, batch: next_token_sums(model, batch, config),

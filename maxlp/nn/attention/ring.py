@@ -54,8 +54,8 @@ TPU_TILES: tiles.TileKernels = flash_tile
 def ring_size(seq_len: int) -> int:
     """The number of devices that split a sequence of this (global) length in the balanced order.
 
-    It is 1, and the sequence stays in its natural order, without a mesh, with a context axis of
-    size 1, and if the length is not a multiple of 2 × context × stage × tensor.
+    It is 1, and the sequence stays in its natural order, if there is no mesh, if the context axis
+    has size 1, or if the length is not a multiple of 2 × context × stage × tensor.
     """
     n, inner = _axis_sizes(jax.sharding.get_abstract_mesh())
     return n if seq_len % (2 * n * inner) == 0 else 1

@@ -35,12 +35,12 @@ def linear_probe(
       encode_image: images (B, H, W, 3) to features (B, E).
       train_batches, test_batches: with `image`, `label` int32 (B,) and `mask` bool (B,). Rows with a false
         mask or a negative label are left out.
-      num_classes: an upper bound of the labels.
-      l2: weight decay. With 0, the weights for separable features grow until ``max_steps``.
+      num_classes: C; all labels are below it.
+      l2: weight of the penalty. With 0, the weights for separable features grow until ``max_steps``.
       max_steps: a bound of the steps; the optimization ends earlier if float32 cannot lower the loss.
 
     Returns:
-      train_accuracy and test_accuracy in [0, 1], train_loss and test_loss without weight decay, steps,
+      train_accuracy and test_accuracy in [0, 1], train_loss and test_loss without the penalty, steps,
       train_examples and test_examples.
 
     Raises:
