@@ -3,13 +3,13 @@
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). A run evaluates and publishes the outer
 parameters θ; replica r of R has parameters θ_r and a state of the ordinary optimizer of its own:
 
-    H times    θ_r ← optimizer(θ_r, gradient of the mean loss of r's rows)     nothing goes over ``data``
+    H times    θ_r ← optimizer(θ_r, gradient of the mean loss of r's rows)     only metrics go over ``data``
     then       Δ ← mean of θ - θ_r over all r                                 the outer gradient
                m ← μ m + Δ,   θ ← θ - λ (Δ + μ m)                             Nesterov's momentum
                θ_r ← θ                                                         the moments stay
 
-Only the outer gradient is exchanged: in float32, or by `parallel.exchange` in 8 bits with error feedback
-(clients that send FP8 to a server with float32 parameters: Wang et al. 2024, arXiv:2407.02610).
+The outer gradient is exchanged in float32, or by `parallel.exchange` in 8 bits with error feedback (clients
+that send FP8 to a server with float32 parameters: Wang et al. 2024, arXiv:2407.02610).
 
 The optimizer's state is a `LocalState`: checkpoints hold all of it, and a run can resume within a round.
 """

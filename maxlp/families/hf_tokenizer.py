@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def config_files(tokenizer: "Tokenizer", **settings: Any) -> dict[str, dict[str, Any]]:
-    """The file by its name, with further settings; none for a tokenizer that has no ``tokenizer.json``."""
+    """The content of ``tokenizer_config.json`` by its name; nothing without a ``tokenizer.json``.
+
+    Args:
+      settings: further keys of the file.
+    """
     if "tokenizer.json" not in tokenizer.files:
         return {}
     import tokenizers  # heavy

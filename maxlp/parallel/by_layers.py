@@ -66,10 +66,11 @@ def keep_spread(x: jax.Array) -> jax.Array:
 def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True) -> Any:
     """``fn(into, *others)`` of arrays (*layers, m, n), in place and one layer at a time.
 
-    Devices that share the layers take all of theirs at once; without ``alone``, so does one device.
+    Devices that share the layers take all of theirs at once.
 
     Args:
       into: one or several arrays; the result has their shapes and is written over them.
+      alone: False lets a device that is alone take all layers at once, too.
     """
     mesh, shape = jax.sharding.get_abstract_mesh(), jax.tree.leaves(into)[0].shape
     if len(shape) < 3 or not (alone or mesh.size > 1):

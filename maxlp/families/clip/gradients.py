@@ -73,7 +73,7 @@ def _with_draws(model: nnx.Module, batch: Batch, seed: int, step: jax.Array) -> 
 def _mean_loss(
     model: nnx.Module, features: Features, config: ContrastiveConfig
 ) -> tuple[jax.Array, Metrics]:
-    scale, bias = model.temperature()
+    scale, bias = model.scale_and_bias()
     sums = contrastive_sums(*features, scale, bias, config)
     count = sums["examples"]
     metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}

@@ -232,8 +232,8 @@ class CLIP(nnx.Module):
         with jax.named_scope("text"):
             return normalize(self.text(text_BS))
 
-    def temperature(self) -> tuple[jax.Array, jax.Array]:
-        """float32 (scale, bias), which turn a cosine into a logit.
+    def scale_and_bias(self) -> tuple[jax.Array, jax.Array]:
+        """float32 scalars that turn a cosine into a logit: scale · cosine + bias.
 
         Without a bias the scale is at most 100, as in CLIP. SigLIP's has no bound: a published one is 112.
         """

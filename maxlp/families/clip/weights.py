@@ -129,9 +129,9 @@ OPEN_CLIP = Layout(
 
 
 def of_model(layout: Layout, config: CLIPConfig) -> Layout:
-    """A layout that leaves out the text positions from ``max_len`` on, and caps the scale of the logits.
+    """The layout, which exports no text position from ``max_len`` on, and caps the scale of the logits.
 
-    Other libraries do not cap it when they compute logits, as `CLIP.temperature` does without a bias.
+    `CLIP.scale_and_bias` caps it in every forward pass (without a bias); other libraries do not.
     """
     leaves = dict(layout.leaves)
     text_len = config.text.max_len

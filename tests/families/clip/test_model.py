@@ -122,11 +122,11 @@ def test_qk_norm_makes_attention_independent_of_the_scale_of_the_kernels(name):
 def test_the_temperature_of_a_clip_is_capped_at_100_and_can_decrease_again():
     model = make_clip()
     model.logit_scale[...] = jnp.asarray(math.log(100) + 0.1)
-    np.testing.assert_allclose(model.temperature(), [100, 0], rtol=1e-6)
+    np.testing.assert_allclose(model.scale_and_bias(), [100, 0], rtol=1e-6)
     graphdef, params = nnx.split(model)
 
     def gradient(sign):
-        grads = jax.grad(lambda params: sign * nnx.merge(graphdef, params).temperature()[0])(params)
+        grads = jax.grad(lambda params: sign * nnx.merge(graphdef, params).scale_and_bias()[0])(params)
         return grads["logit_scale"][...]
 
     np.testing.assert_allclose([gradient(-1), gradient(1)], [0, 100], rtol=1e-6)
@@ -136,7 +136,7 @@ def test_the_temperature_of_a_siglip_is_not_capped():
     """Google's So400m for 384 pixels has a logit_scale of 4.7215."""
     model = make_clip(logit_bias=-3.0)
     model.logit_scale[...] = jnp.asarray(4.7215)
-    np.testing.assert_allclose(model.temperature(), [112.337, -3], rtol=1e-5)
+    np.testing.assert_allclose(model.scale_and_bias(), [112.337, -3], rtol=1e-5)
 
 
 def test_texts_that_are_too_long_are_refused():

@@ -91,7 +91,7 @@ def test_the_written_scale_of_logits_is_that_of_the_model(name, format_name, sca
     written = np.exp(weights.to_other(params, layout)["logit_scale"])
     np.testing.assert_allclose(written.item(), scale, rtol=1e-6)
     model = nnx.merge(abstract(golden.config)[0], params)
-    np.testing.assert_allclose(model.temperature()[0], scale, rtol=1e-6)
+    np.testing.assert_allclose(model.scale_and_bias()[0], scale, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
