@@ -276,7 +276,7 @@ class ImageTextDataset:
 
     def describe(self, steps: int = 0) -> str:
         """How many examples there are, and how many epochs that many steps of training read."""
-        examples = f"{counted(len(self.examples), 'example')}"
+        examples = counted(len(self.examples), "example")
         if not steps:
             return examples
         from maxlp.data import estimates  # only a start needs them
