@@ -18,6 +18,7 @@ from maxlp.nn.attention import refusal
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, errors_of
 from maxlp.run.settings import Machine, Settings
+from maxlp.runtime.messages import counted
 
 
 def check(s: Settings, machine: Machine) -> None:
@@ -36,9 +37,8 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
     if s.data.batch_size % (shards * microbatches) == 0:
         return None
     return (
-        f"data.batch_size={s.data.batch_size} is not a multiple of {shards} data "
-        f"shard{'s' * (shards > 1)} × train.microbatches={microbatches}; use a multiple of "
-        f"{shards * microbatches}"
+        f"data.batch_size={s.data.batch_size} is not a multiple of {counted(shards, 'data shard')} × "
+        f"train.microbatches={microbatches}; use a multiple of {shards * microbatches}"
     )
 
 
