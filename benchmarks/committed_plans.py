@@ -29,8 +29,8 @@ HEADER = (
 def main() -> None:
     found = {path.stem: path for path in sorted(PLANS.glob("*.json")) if path.stem != "scaling"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="make the plans again")
-    parser.add_argument("--estimate", action="store_true", help="make the estimates of the plans again")
+    parser.add_argument("--compile", action="store_true", help="compile the plans again")
+    parser.add_argument("--estimate", action="store_true", help="compute the estimates of the plans again")
     parser.add_argument("--only", nargs="*", choices=found, metavar="PLAN", help="names of plans")
     args = parser.parse_args()
     print(HEADER)
@@ -59,7 +59,7 @@ def renew_estimate(path: Path) -> None:
 
 
 def plan(path: Path, *options: str) -> None:
-    """Runs the command that a plan records, with these options besides."""
+    """Runs the command that a plan records, with these additional options."""
     _, *rest = shlex.split(json.loads(path.read_text())["command"])
     subprocess.run([sys.executable, *rest, "--nosearch", *options], check=True, stdout=subprocess.DEVNULL)
 

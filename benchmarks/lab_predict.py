@@ -1,7 +1,7 @@
 """Does the lab rank recipes as training does, and is its choice of what stays in high precision a good one?
 
     python benchmarks/lab_predict.py predict                 # before any run; commit the file it writes
-    python benchmarks/lab_predict.py train --seeds 0 1 2     # 96 runs of 20 to 44 seconds
+    python benchmarks/lab_predict.py train --seeds 0 1 2     # 96 runs of 20 to 70 seconds
     python benchmarks/lab_predict.py choose --seeds 0 1 2    # 12 runs
     python benchmarks/lab_predict.py show
 

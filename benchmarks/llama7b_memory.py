@@ -14,7 +14,7 @@ time.
 The sizes are those of GaLore's llama_7b (arXiv:2403.03507): parameters in bfloat16, rank 1024, and 8-bit
 moments in blocks of 256 (Dettmers et al. 2021). The moments of `adamw` have the dtype of the parameters;
 those of `adamw32` are float32, as in GaLore. The paper's figures are of bfloat16 parameters that are
-rounded to the nearest; use `--param_rounding=stochastic` for long runs.
+rounded to nearest; use `--param_rounding=stochastic` for long runs.
 """
 
 import argparse
@@ -57,8 +57,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--param_dtype", default="bfloat16")
-    parser.add_argument("--param_rounding", help="as optimizer.param_rounding; to the nearest by default")
-    parser.add_argument("--only", default="", help="comma-separated names of optimizers; released, not")
+    parser.add_argument("--param_rounding", help="as optimizer.param_rounding; to nearest by default")
+    parser.add_argument(
+        "--only", default="", help="optimizers; gradients `released` or `not`; separated by commas"
+    )
     parser.add_argument("--state_only", action="store_true", help="do not compile")
     args = parser.parse_args()
     args.only = set(filter(None, args.only.split(",")))

@@ -6,7 +6,7 @@
 Compiles the forward and backward pass of one Llama 8B block for each recipe and classifies the kernels of
 the optimized program: which are matmuls, which others read or write a tensor of the size of an activation,
 a weight or a gradient, and how many more bytes they move than the bfloat16 program does. For 8 GPUs that
-split the weights (FSDP) it lists the bytes that are gathered and reduced, by dtype. Prints two Markdown
+shard the weights (FSDP) it lists the bytes that are gathered and reduced, by dtype. Prints two Markdown
 tables. 3 minutes of CPU time.
 """
 
@@ -270,7 +270,7 @@ def collective_sizes(text: str) -> dict[str, str]:
 
 COLUMNS = (
     "recipe", "matmuls", "reductions", "weights quantized", "quantized with their producer",
-    "quantized alone", "8-bit transposed", "kernels in all", "GB beside matmuls", "beyond bf16",
+    "quantized alone", "8-bit transposed", "kernels in all", "GB outside matmuls", "beyond bf16",
     "GB of matmuls", "MiB of temporaries",
 )  # fmt: skip
 

@@ -321,11 +321,11 @@ def prepare(work: Path) -> Campaign:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, default=Path("/dev/shm/reliability"), help="A folder, emptied first."
+        "--work", type=Path, default=Path("/dev/shm/reliability"), help="folder for the runs, emptied first"
     )
-    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="Rows of the table.")
-    parser.add_argument("--scale", type=float, default=1.0, help="Factor of the number of cases.")
-    parser.add_argument("--jobs", type=int, default=2, help="Cases at once.")
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="rows of the table")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of cases")
+    parser.add_argument("--jobs", type=int, default=2, help="cases run at a time")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.set_verbosity(logging.ERROR)

@@ -2,13 +2,13 @@ r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
     python -m benchmarks.accelerator --list
     python -m benchmarks.accelerator --minutes=10   # what 10 minutes give: checks, 8B
-    python -m benchmarks.accelerator                # goes on: about 50 minutes in all
+    python -m benchmarks.accelerator                # continues: about 50 minutes in all
     python -m benchmarks.accelerator --report       # the tables, also of a part
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to the folder --out
 ("results" by default) with its rows, the versions, the device, its clocks, the command and the commit
 (without git: $GIT_COMMIT). A piece whose file is there is not repeated (--again does), even if it failed;
-one that was interrupted goes on after its last row. What the pieces print is in PIECE.log. Compiled
+one that was interrupted continues after its last row. What the pieces print is in PIECE.log. Compiled
 programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
 Works on one device of a GPU or TPU, with PyTorch beside it for the comparison if it can be imported. On a

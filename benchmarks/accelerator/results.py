@@ -16,7 +16,7 @@ from maxlp.run.run_dir import git_revision, versions
 from maxlp.runtime.files import read_json, write_json
 
 RUNNING, DONE, LEFT_OUT, FAILED = "running", "done", "left out", "failed"
-INTERRUPTED = "interrupted"  # for lack of time; another call goes on after its last row
+INTERRUPTED = "interrupted"  # for lack of time; another call continues after its last row
 NO_TIME = "no time was left"  # why it was
 
 
@@ -25,7 +25,7 @@ class LeftOut(Exception):
 
 
 class OutOfTime(Exception):
-    """The next row would not be finished in time; another call goes on with it."""
+    """The next row would not be finished in time; another call continues with it."""
 
 
 class Result:
