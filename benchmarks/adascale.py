@@ -90,7 +90,7 @@ def rising(step: int, progress: float, metrics: dict[str, Any]) -> int:
 
 
 class ByTheNoise:
-    """The largest scale that is at most the measured noise scale, chosen anew every `EVERY` steps."""
+    """The largest scale that is at most the measured noise scale, chosen again every `EVERY` steps."""
 
     EVERY = 20
 

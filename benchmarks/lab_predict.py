@@ -140,7 +140,7 @@ def choices() -> dict[str, list[str]]:
 
 
 def show() -> None:
-    """Prints the gaps beside both predictors, their correlations and the gaps of choices; draws."""
+    """Prints the gaps next to both predictors, their correlations and the gaps of choices; draws."""
     runs = Results("lab_predict").runs
     if not runs:
         raise SystemExit("no runs yet: run train first")

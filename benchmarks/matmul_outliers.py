@@ -1,4 +1,4 @@
-"""What outliers in its operands cost a quantized matmul, by which elements share a scale.
+"""What outliers cost a quantized matmul, depending on which elements share a scale.
 
     python benchmarks/matmul_outliers.py
 
@@ -149,7 +149,7 @@ def verdicts(errors: Errors) -> list[str]:
     def growth(data: str, gemm: str, names: tuple[str, ...]) -> dict[str, float]:
         return {name: errors[data, gemm, name] / errors["Gaussian", gemm, name] for name in names}
 
-    def told(text: str, ratios: dict[str, float], at_most: float = np.inf, at_least: float = 0) -> str:
+    def line(text: str, ratios: dict[str, float], at_most: float = np.inf, at_least: float = 0) -> str:
         bound = f"at most {at_most:g}" if at_most < np.inf else f"at least {at_least:g}"
         cells = (f"{name} {r:.2f}" + " (no)" * (not at_least <= r <= at_most) for name, r in ratios.items())
         return f"* {text}, {bound}: {', '.join(cells)}"
@@ -157,18 +157,18 @@ def verdicts(errors: Errors) -> list[str]:
     large, blocks = 10_000, ("fp8_blocks", "mxfp8")
     channels, tokens = label("channels", large), label("tokens", large)
     lines = [
-        told(f"1. {channels}, fwd / fp8_current", against(channels, "fwd", "fp8_current", blocks), 0.5),
-        told("1. the same", against(channels, "fwd", "fp8_current", ("fp8_rowwise",)), at_least=0.8),
-        told(f"2. {tokens}, fwd / Gaussian", growth(tokens, "fwd", ("fp8_rowwise", *blocks, "nvfp4")), 1.1),
-        told("2. the same", growth(tokens, "fwd", ("fp8_current",)), at_least=2),
+        line(f"1. {channels}, fwd / fp8_current", against(channels, "fwd", "fp8_current", blocks), 0.5),
+        line("1. the same", against(channels, "fwd", "fp8_current", ("fp8_rowwise",)), at_least=0.8),
+        line(f"2. {tokens}, fwd / Gaussian", growth(tokens, "fwd", ("fp8_rowwise", *blocks, "nvfp4")), 1.1),
+        line("2. the same", growth(tokens, "fwd", ("fp8_current",)), at_least=2),
     ]
     for data, gemm in itertools.product((label("channels", 100), label("tokens", 100)), GEMMS):
-        lines.append(told(f"3. {data}, {gemm} / Gaussian", growth(data, gemm, FP8), 1.1))
+        lines.append(line(f"3. {data}, {gemm} / Gaussian", growth(data, gemm, FP8), 1.1))
     of_int8 = growth(label("channels", 100), "fwd", ("int8_switchback",))
     lines += [
-        told("4. channels × 100, fwd / Gaussian", of_int8, at_least=10),
-        told(f"5. {tokens}, drhs / fp8_current", against(tokens, "drhs", "fp8_current", blocks[:1]), 0.5),
-        told("5. the same", against(tokens, "drhs", "fp8_current", ("fp8_rowwise",)), at_least=0.8),
+        line("4. channels × 100, fwd / Gaussian", of_int8, at_least=10),
+        line(f"5. {tokens}, drhs / fp8_current", against(tokens, "drhs", "fp8_current", blocks[:1]), 0.5),
+        line("5. the same", against(tokens, "drhs", "fp8_current", ("fp8_rowwise",)), at_least=0.8),
     ]
     return lines
 

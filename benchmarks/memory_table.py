@@ -1,4 +1,4 @@
-r"""The tables of docs/memory.md: what each optimizer and precision holds, and the GPU that it needs.
+r"""The tables of docs/memory.md: the state of each optimizer and precision, and the GPU that it needs.
 
     python benchmarks/memory_table.py                    # closed form; half a minute on 2 cores
     pip install 'maxlp[aot]'

@@ -339,7 +339,7 @@ def verdicts(runs: Runs) -> list[str]:
     ]
     largest = max(max(run["saturated"]) for run in smooth)
     return [
-        told(
+        outcome(
             "alignment: mean cosine {} in the end, {} without ℓ2",
             [[run["mean"][-1] for run in v] for v in (plain, loose)],
             ".3f",
@@ -348,13 +348,13 @@ def verdicts(runs: Runs) -> list[str]:
             )
             and all(b["mean"][-1] < a["mean"][-1] for a, b in zip(plain, loose, strict=True)),
         ),
-        told(
+        outcome(
             "growth: product {} times as large as at first, {} times the control's",
             [growth, against],
             ".1f",
             min(growth) >= 5 and min(against) >= 4,
         ),
-        told(
+        outcome(
             "saturation: 1 in 100,000 from step {}, aligned from step {}, then {} times the control's",
             [begins, aligns, times],
             ".4g",
@@ -362,8 +362,8 @@ def verdicts(runs: Runs) -> list[str]:
             and all(a >= b for a, b in zip(begins, aligns, strict=True))
             and min(times) >= 2,
         ),
-        told("damage: error {} with delayed FP8", excess[:1], "+.1%", min(excess[0]) > 0.05),
-        told(
+        outcome("damage: error {} with delayed FP8", excess[:1], "+.1%", min(excess[0]) > 0.05),
+        outcome(
             f"cure: error {{}} with Smooth-SwiGLU, of which at most {largest:.1e} saturates",
             excess[1:],
             "+.1%",
@@ -372,7 +372,7 @@ def verdicts(runs: Runs) -> list[str]:
     ]
 
 
-def told(text: str, values: list[list[float]], form: str, met: bool) -> str:
+def outcome(text: str, values: list[list[float]], form: str, met: bool) -> str:
     """A line of the report, with the values of all seeds in the places of the text."""
     cells = [", ".join(f"{x:{form}}" for x in of_seeds) for of_seeds in values]
     return f"* {text.format(*cells)}: {'met' if met else 'not met'}"

@@ -298,12 +298,12 @@ def main() -> None:
             Path(args.dump, f"{name}.txt").write_text(text)
         found = kernels(text)
         count = Counter(map(sort, found))
-        beside, of_matmuls = gigabytes(found, matmuls=False), gigabytes(found, matmuls=True)
-        base = base or beside
+        outside, of_matmuls = gigabytes(found, matmuls=False), gigabytes(found, matmuls=True)
+        base = base or outside
         passes = sum(n for kind, n in count.items() if kind not in ("matmul", "small"))
         numbers = [*(count[kind] for kind in ("reduce", "weight", "fused", "alone", "transpose")), passes]
         temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
-        sizes = f"{beside:.2f} | {beside - base:+.2f} | {of_matmuls:.2f} | {temporaries:.0f}"
+        sizes = f"{outside:.2f} | {outside - base:+.2f} | {of_matmuls:.2f} | {temporaries:.0f}"
         print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {sizes} |", flush=True)
     print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
     print("| recipe | gathered | reduced and scattered | reduced | all to all |\n|---|---|---|---|---|")

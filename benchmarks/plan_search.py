@@ -49,12 +49,12 @@ def main() -> None:
 
 def row(found: search.Found) -> str:
     """Whether a layout fits, only with other numerics, or nothing; and the best of them."""
-    verdict = "fits" if found.layouts else "fits only with" if found.numerics else "nothing fits"
+    outcome = "fits" if found.layouts else "fits only with" if found.numerics else "nothing fits"
     one = (found.layouts or found.numerics or [found.smallest])[0]
     if one is None:
         return "refused | | | "
     settings = ", ".join([*one.numerics, describe_layout(one)])
-    return f"{verdict} | {one.rate:,.0f} | {one.peak / GIB:.1f} | {settings}"
+    return f"{outcome} | {one.rate:,.0f} | {one.peak / GIB:.1f} | {settings}"
 
 
 if __name__ == "__main__":

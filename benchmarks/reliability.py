@@ -287,9 +287,9 @@ def run_cases(campaign: Campaign, name: str, count: int, jobs: int, seed: int) -
         for outcome in pool.map(one, range(count)):
             outcomes.update(outcome if isinstance(outcome, Counter) else [outcome or "DOES NOT HOLD"])
     held = count - outcomes["DOES NOT HOLD"]
-    told = "; ".join(f"{n} × {outcome}" for outcome, n in outcomes.most_common() if n)
+    summary = "; ".join(f"{n} × {outcome}" for outcome, n in outcomes.most_common() if n)
     minutes = (time.monotonic() - began) / 60
-    print(f"| {name} | {count * events} | {held} of {count} | {told} | {minutes:.1f} |", flush=True)
+    print(f"| {name} | {count * events} | {held} of {count} | {summary} | {minutes:.1f} |", flush=True)
     return held == count
 
 

@@ -1,4 +1,4 @@
-"""How does each method take damage that is planted? A tiny Llama on real text, five seeds.
+"""How do optimizers and guards cope with planted damage? A tiny Llama on real text, five seeds.
 
     python benchmarks/spike_suite.py              # 75 minutes of CPU time; run it again to continue
     python benchmarks/spike_suite.py --report     # the tables and the figure of what has been run
@@ -20,8 +20,8 @@ Criteria, written before the runs, against AdamW clipped by the global norm (`cl
 2. AdaGC recovers from random tokens sooner than StableAdamW, in the mean of the seeds.
 3. None of the three costs more than 0.5 % of the validation loss without damage.
 4. `qk_norm` and `qk_clip`: a lower peak after ten times the rate, with at least 4 of 5 seeds.
-5. β2 0.9 recovers from random tokens sooner than 0.999 (`clip`), in the mean of the seeds, as with fewer
-   steps it forgets them (Wortsman et al. 2023).
+5. β2 0.9 recovers from random tokens sooner than 0.999 (`clip`), in the mean of the seeds, because it
+   forgets them in fewer steps (Wortsman et al. 2023).
 6. As 1, after outliers in FP8.
 7. The guard `rollback`: a lower peak after random tokens with at least 4 of 5 seeds, for at most 0.5 % of
    the validation loss without damage. It returns to the state of `REWIND` steps before, or more, and skips
@@ -284,8 +284,8 @@ def run_method(
             method_train = train_with_rollbacks if method == "rollback" else train
             outcomes[name] = method_train(trainer(method), quantized, best, seed, damage, data, plan)
         plan.save(method, f"seed{seed}", outcomes)
-        told = ", ".join(f"{name or 'undamaged'} {outcomes[name]['heldout']:.4f}" for name in missing)
-        print(f"{method}, rate 2^{best}, seed {seed}: {told}", flush=True)
+        losses = ", ".join(f"{name or 'undamaged'} {outcomes[name]['heldout']:.4f}" for name in missing)
+        print(f"{method}, rate 2^{best}, seed {seed}: {losses}", flush=True)
 
 
 # --- the report ---------------------------------------------------------------------------------------

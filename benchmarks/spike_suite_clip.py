@@ -1,4 +1,4 @@
-"""How does each method take damage that is planted, in a CLIP? As `spike_suite.py`, on drawn characters.
+"""How do optimizers and guards cope with planted damage? A CLIP, as `spike_suite.py`, on drawn characters.
 
     NPROC=1 python benchmarks/spike_suite_clip.py              # run it again to continue
     NPROC=1 python benchmarks/spike_suite_clip.py --report     # tables and figure of what has been run

@@ -11,8 +11,8 @@ Each piece runs in a process of its own with a time limit, and writes PIECE.json
 one that was interrupted continues after its last row. What the pieces print is in PIECE.log. Compiled
 programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
-Works on one device of a GPU or TPU, with PyTorch beside it for the comparison if it can be imported. On a
-CPU, or with --tiny, the sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
+Uses one GPU or TPU, and compares with PyTorch on it if that can be imported. On a CPU, or with --tiny, the
+sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
 """
 
 import argparse

@@ -102,9 +102,9 @@ def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
     process.kill()
     if process.wait() >= 0:
         raise AssertionError(f"{family}: the run ended before it could be killed: {last_line(killed)}")
-    told = finish(begin(killed, options), killed)
+    output = finish(begin(killed, options), killed)
     loss = [record["train/loss"] for record in records(whole) if "train/loss" in record]
-    if "resuming at step" not in told:
+    if "resuming at step" not in output:
         raise AssertionError(f"{family}: the killed run started anew: {last_line(killed)}")
     return {
         "equal": records(killed) == records(whole)

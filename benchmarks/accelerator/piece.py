@@ -47,7 +47,7 @@ def main() -> int:
 def end_with(campaign: int) -> None:
     """Ends this piece and what it has started once the process that started it has ended, however it did.
 
-    It would keep the device, and measure beside the next one.
+    It would keep the device, and measure at the same time as the next one.
     """
     while os.getppid() == campaign:
         time.sleep(0.5)

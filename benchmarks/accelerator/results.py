@@ -1,6 +1,6 @@
 """The results of the pieces: one JSON file each.
 
-It is written anew after every row, so that a piece that is stopped leaves what it has measured.
+It is rewritten after every row, so that a piece that is stopped leaves what it has measured.
 """
 
 import datetime

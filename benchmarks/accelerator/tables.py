@@ -1,6 +1,6 @@
 """Single operations: quantizers, attention, matmuls and layers by recipe, and the contrastive loss.
 
-Beside each achieved rate stands its share of what this device reaches for a plain copy or a plain matmul.
+Each achieved rate comes with its share of what this device reaches in a plain copy or a plain matmul.
 """
 
 import dataclasses
