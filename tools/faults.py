@@ -1,7 +1,7 @@
 """Small mistakes that people make, each with the tests that should notice it; `tools.mutate` tries them.
 
 A fault is a text that occurs exactly once in a file of `maxlp/`, and what replaces it. If the text moves or
-changes, `tests/test_mutate.py` fails: take the fault along, or replace it by another one of the same kind.
+changes, `tests/test_mutate.py` fails: adapt the fault, or replace it by another one of the same kind.
 Its tests are the smallest that suffice.
 """
 
