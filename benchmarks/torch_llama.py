@@ -7,7 +7,7 @@ Has the flags and the line of JSON of `bare_llama.py`: random weights and tokens
 clip. bfloat16 means autocast over float32 weights, the usual recipe in PyTorch; with
 `--param_dtype=bfloat16`, weights and moments are in bfloat16 too, for models that do not fit otherwise.
 `--compile` compiles each block and the loss with `torch.compile`; `--fp8` takes torchao's FP8 in the blocks
-(dynamic scales of whole tensors). The default sizes take 100 seconds of CPU time.
+(dynamic tensor-wise scales). The default sizes take 100 seconds of CPU time.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """What the benchmarks share: configs with changed values, compiled train steps, random text, timing.
 
-The scripts of this folder import each other by file name, so run them as files and not with `-m`.
+Scripts that use it import it by file name, so run them as files and not with `-m`.
 """
 
 import re

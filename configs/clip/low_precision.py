@@ -1,14 +1,14 @@
 """CLIP in 8 bits, the runs of Wortsman et al. 2023 (arXiv:2304.13013): size=b32, l14 or h14 (the default).
 
 LAION-2B, batch 16384, 20,000 steps, half of the patches dropped. SwitchBack in all blocks, StableAdamW, and
-the residual branches start at zero, without which FP8 of whole tensors diverges from L/14 on. The paper's
-claims: SwitchBack 13 to 25 % faster than bf16 and within 0.1 points of it for H/14.
+residual branches that start at zero, without which tensor-wise FP8 diverges from L/14 on. The paper's
+claims: SwitchBack is 13 to 25 % faster than bf16, and within 0.1 points of it for H/14.
 
 python -m maxlp.train --config=configs/clip/low_precision.py:size=h14,precision=fp8_switchback \
     --config.data.source='tar:/data/laion/*.tar' --config.data.tokenizer=/data/tokenizer.json \
     --workdir=/tmp/run
 
-Other precisions: int8_switchback (the default), fp8_current (of whole tensors), bf16. AdamW:
+Other precisions: int8_switchback (the default), fp8_current (tensor-wise), bf16. AdamW:
 optimizer=adamw. No layer-scale: --config.model.layer_scale=None.
 """
 
