@@ -331,7 +331,8 @@ def main() -> int:
     logging.set_verbosity(logging.ERROR)
     campaign = prepare(args.work)
     print(f"an undisturbed run: {STEPS} steps, {campaign.seconds:.1f} s; seed {args.seed}", flush=True)
-    print("| disturbance | number | hold | what happened | minutes |\n|---|---|---|---|---|", flush=True)
+    print("| disturbance | events | cases that hold | what happened | minutes |")
+    print("|---|---|---|---|---|", flush=True)
     all_hold = True
     for name in args.only:
         if name.startswith("disk") and os.geteuid() != 0:
