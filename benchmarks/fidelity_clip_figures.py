@@ -23,7 +23,7 @@ from fidelity_figures import (
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
-from maxlp.monitoring.run_record import counted
+from maxlp.runtime.messages import counted
 
 SHIFTS, GROWTH = (130, 200), 30.0  # at each of these steps the gradients grow by this factor
 STEADY = 60  # the first step that can count as a spike

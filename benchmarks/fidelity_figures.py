@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
-from maxlp.monitoring.run_record import counted
+from maxlp.runtime.messages import counted
 
 # variant → seed → measurements; "heldout" in the files is the validation loss
 Runs = dict[str, dict[str, dict[str, Any]]]
