@@ -40,7 +40,7 @@ ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 BUILDS_ON = {"qwen3": {"llama"}}  # a family that holds only what differs from another one
 
 MAX_CLOSURE_LINES = 10_000  # of our code that `train` imports
-MAX_LLAMA_LINES = 12_530
+MAX_LLAMA_LINES = 12_600
 TOO_LONG = "import what few runs need inside the function that needs it; else raise the limit"
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
@@ -195,7 +195,7 @@ print(json.dumps(found))
 
 def test_the_documentation_gives_these_limits():
     text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
-    assert f"imports about {round(MAX_LLAMA_LINES, -2):,} lines" in text
+    assert f"imports at most {MAX_LLAMA_LINES:,} lines" in text
     assert f"at most {MAX_FILES_TO_GRADIENT} files" in text
     assert f"no function is longer than {MAX_FUNCTION_LINES} lines" in text
 
