@@ -163,6 +163,7 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
     Args:
       words: how many positional arguments the command takes; any others are reported as mistyped flags.
     """
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal may have an encoding without × and …
     try:
@@ -172,6 +173,13 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
         )
     finally:
         _drop_unread_output()
+
+
+def _open_closed_streams() -> None:
+    """Puts the null device in place of standard streams that the caller has closed, as by ``>&-``."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _parse_flags(argv: list[str], words: int = 0) -> list[str]:

@@ -149,6 +149,14 @@ def test_an_ascii_terminal_gets_every_line():
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xd7\\u2026\n", "")
 
 
+@pytest.mark.parametrize(("closed", "out", "err"), [("0", "ok\n", ""), ("1", "", ""), ("2", "ok\n", "")])
+def test_a_command_runs_with_a_closed_standard_stream(closed, out, err):
+    program = f"{HEAD}import sys\ndef main():\n  sys.stdin.read()\n  print('ok')\n  return 7\ncli.run(main)"
+    command = ["sh", "-c", f'"$@" {closed}>&-', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout, done.stderr) == (7, out, err)
+
+
 @pytest.mark.parametrize(
     ("names", "listed"),
     [(["a"], "--a"), (["a", "b"], "--a or --b"), (["a", "b", "c"], "--a, --b or --c")],
