@@ -122,12 +122,14 @@ def run(seed: int, numbers: list[int], workers: int, valid: Path | None = None) 
         root = Path(folder)
         root.chmod(0o755)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "xla"))
-        kept = valid or root / "valid"
-        if not kept.exists():
-            bases.make(kept / "box")
-            bases.check(kept / "box")
+        made = root / "valid"
+        if valid is None or not valid.exists():
+            bases.make(made / "box")
+            bases.check(made / "box")
+            if valid is not None:  # only now, so that what failed halfway is not taken for valid
+                shutil.move(made, valid)
         if valid is not None:
-            (root / "valid").symlink_to(valid.resolve())
+            made.symlink_to(valid.resolve())
         return run_cases(seed, numbers, root, workers)
 
 
