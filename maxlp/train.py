@@ -241,7 +241,7 @@ def compile_in_background(
     memory, and other work on the device would distort the measured times.
     """
     if jax.config.jax_compilation_cache_dir is None:  # unless the user has set it
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "maxlp" / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(files.cache_folder() / "xla"))
 
     def compile_step() -> jax.stages.Compiled:
         with jax.set_mesh(mesh):  # the mesh in context is local to a thread

@@ -39,7 +39,7 @@ Make = Callable[[str, BinaryIO], None]  # makes an entry from a path or URL
 
 def folder() -> Path:
     """The folder of the cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlp" / "data"
+    return files.cache_folder() / "data"
 
 
 def uncompressed(paths: Sequence[str]) -> list[str]:
@@ -78,6 +78,9 @@ def cached(path: str, what: str, make: Make) -> str:
     entry = _entry(path, what)
     if entry.exists():
         return str(entry)
+    if not _is_writable():
+        message = f"{os.strerror(errno.EACCES)}; set XDG_CACHE_HOME to a folder that you can write to"
+        raise OSError(errno.EACCES, message, str(folder()))
     entry.parent.mkdir(parents=True, exist_ok=True)
     lock = entry.with_suffix(".lock")
     with lock.open("w") as file:
@@ -181,8 +184,8 @@ def _remove_leftovers(entry: Path) -> None:
 
 
 def has_room() -> bool:
-    """Whether the disk of the cache has room for entries that are kept only to be faster."""
-    return shutil.disk_usage(_on_disk()).free > SPARE_BYTES
+    """Whether the cache takes entries that only save time: it is writable, and has space to spare."""
+    return _is_writable() and shutil.disk_usage(_on_disk()).free > SPARE_BYTES
 
 
 def _check_space(size: int) -> None:
@@ -190,6 +193,10 @@ def _check_space(size: int) -> None:
     if shutil.disk_usage(_on_disk()).free < size:
         message = f"no room for {size / 1e9:,.1f} GB; set XDG_CACHE_HOME to a folder on a larger disk"
         raise OSError(errno.ENOSPC, message, str(folder()))
+
+
+def _is_writable() -> bool:
+    return os.access(_on_disk(), os.W_OK | os.X_OK)
 
 
 def _on_disk() -> Path:

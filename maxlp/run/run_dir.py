@@ -65,7 +65,12 @@ def check_workdir(workdir: Path) -> None:
 
 def check_writable(directory: Path, name: str) -> None:
     """Raises a ValueError, with the flag's name, unless a folder can be written to or created."""
-    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    folder = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not folder.exists():
+        raise ValueError(
+            f"{name}={directory}: {folder} is a link to {os.readlink(folder)}, which does not exist (is "
+            "the volume mounted?)"
+        )
     if not folder.is_dir():
         raise ValueError(f"{name}={directory}: {folder} is a file; give a folder")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -26,7 +26,7 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
       name: what names the path in a message, such as "--workdir".
 
     Raises:
-      ValueError: the path is empty, not UTF-8, or a URL that cannot be used.
+      ValueError: the path is empty, not UTF-8, in a home that does not exist, or a URL that cannot be used.
     """
     text = os.fspath(path)
     if not text.strip():
@@ -35,12 +35,32 @@ def local_path(path: str | os.PathLike[str], name: str = "path") -> Path:
         from maxlp.runtime import mirror
 
         return mirror.open_folder(text, name)
-    text = os.path.abspath(os.path.expanduser(text))
+    text = os.path.expanduser(text)
+    if text.startswith("~"):
+        home = text.partition("/")[0]
+        raise ValueError(
+            f"{name}={text}: {home} is the home directory of no user here; write out the path, or ./{text}"
+        )
+    text = os.path.abspath(text)
     if os.fsencode(text) != text.encode(errors="replace"):  # libraries in C++ take paths as UTF-8
         raise ValueError(
             f"{name}={text} is not UTF-8; choose another path, or set PYTHONUTF8=1 if the locale is not"
         )
     return Path(text)
+
+
+def cache_folder() -> Path:
+    """The folder for what can be made again: $XDG_CACHE_HOME/maxlp, or ~/.cache/maxlp.
+
+    Raises:
+      ValueError: the user has no home directory.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maxlp"
+    except RuntimeError:
+        raise ValueError(
+            "there is no folder for caches: the user has no home directory; set HOME or XDG_CACHE_HOME"
+        ) from None
 
 
 def mirrored(path: Path) -> Any:

@@ -120,6 +120,14 @@ def test_a_full_disk_is_told_before_anything_is_copied(tmp_path, cache, monkeypa
         make_source(f"jsonl:{path}", "all")
 
 
+def test_a_cache_that_cannot_be_written_to_is_told_with_the_way_out(tmp_path, cache, monkeypatch):
+    path = compress(write_jsonl(tmp_path / "a.jsonl", TEXTS), ".gz")
+    monkeypatch.setattr(local_cache.os, "access", lambda *_: False)
+    assert not local_cache.has_room()
+    with pytest.raises(PermissionError, match=f"denied; set XDG_CACHE_HOME to a folder .*{cache}"):
+        make_source(f"jsonl:{path}", "all")
+
+
 def test_zst_without_its_library_is_told(tmp_path):
     path = compress(write_jsonl(tmp_path / "a.jsonl", TEXTS), ".zst")
     code = "import sys; sys.modules['pyarrow'] = None; from maxlp.data.sources import make_source\n"

@@ -144,3 +144,12 @@ def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_written(tmp_p
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} is not a file; put back the file"):
         run_dir.check_workdir(tmp_path)
+
+
+def test_a_link_to_a_folder_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "volume")
+    for workdir in (tmp_path / "runs", tmp_path / "runs" / "a"):
+        with pytest.raises(ValueError, match=rf"--workdir={workdir}: .*/runs is a link to .*/volume,"):
+            run_dir.check_workdir(workdir)
+    (tmp_path / "volume").mkdir()
+    run_dir.check_workdir(tmp_path / "runs" / "a")

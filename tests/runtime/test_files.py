@@ -138,6 +138,25 @@ def test_paths_become_absolute_and_may_contain_colons(tmp_path, monkeypatch):
     assert files.local_path("lr:1e-3/run") == tmp_path / "lr:1e-3" / "run"
 
 
+def test_a_home_of_no_user_is_refused_rather_than_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"--workdir=~nobody-here/run: .* or \./~nobody-here"):
+        files.local_path("~nobody-here/run", "--workdir")
+    assert files.local_path("./~nobody-here/run") == tmp_path / "~nobody-here" / "run"
+
+
+def test_caches_are_below_the_home_directory_or_where_the_user_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.cache_folder() == tmp_path / ".cache" / "maxlp"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # nobody's, as in some containers
+    with pytest.raises(ValueError, match="no home directory; set HOME or XDG_CACHE_HOME"):
+        files.cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
+    assert files.cache_folder() == Path("/scratch/maxlp")
+
+
 def test_a_folder_is_on_disk_before_it_gets_its_name_and_then_so_is_the_name(tmp_path, monkeypatch):
     (tmp_path / "3.unfinished" / "state").mkdir(parents=True)
     (tmp_path / "3.unfinished" / "state" / "a").write_text("content")
