@@ -118,7 +118,8 @@ def is_primary() -> bool:
 def print_primary(message: object) -> None:
     """Prints a line for the user, in the primary process only."""
     if is_primary():
-        print(files.shown(message), flush=True)
+        with files.naming("standard output"):
+            print(files.shown(message), flush=True)
 
 
 def barrier(name: str) -> None:

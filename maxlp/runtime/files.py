@@ -191,7 +191,7 @@ _JSON_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a bool
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Names `path` in OS errors that name no file, such as those of writing, or only a temporary one."""
     try:
         yield

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from maxlp.runtime import writers
+from maxlp.runtime import distributed, writers
 
 
 @contextlib.contextmanager
@@ -151,6 +151,19 @@ def test_console_shows_only_waits_for_data_that_matter(data_wait, shown):
     console = writers.ConsoleWriter(20, stream)
     console.write({"step": 1, "time": 0.0, "train/loss": 1.0, "perf/data_wait": data_wait})
     assert stream.getvalue().strip().endswith(shown)
+
+
+def test_output_to_a_full_disk_is_named(monkeypatch):
+    def fails():
+        raise OSError(28, "No space left on device")
+
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "flush", fails)
+    monkeypatch.setattr("sys.stdout", stream)
+    console = writers.ConsoleWriter(20, stream)
+    for write in (console.write, distributed.print_primary):
+        with pytest.raises(OSError, match="No space left on device: 'standard output'"):
+            write(RECORD)
 
 
 def on_screen(output):
