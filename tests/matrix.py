@@ -44,9 +44,9 @@ OTHER_TOLERANCE = {
 EXCHANGE_TOLERANCE = 2.0**-8
 # By how much errors may grow once features differ by rounding: those of random images and texts nearly
 # coincide, and the contrastive loss sees only how they differ. They differ once parameters do, and in four
-# bits from the first step: the scale of a tensor in nvfp4 is its microbatch's, and in QuEST's grid the last
-# bit of the parameters decides on enough neighbours to change the norm of the first gradients by 7 %, and
-# of the third by a third, which are not compared.
+# bits from the first step: the scale of a tensor in nvfp4 is its microbatch's, and in QuEST's grid rounding
+# errors of the inputs decide on enough neighbours to change the norm of the first gradients by 7 %, and of
+# the third by a third, which are not compared.
 GROWTH = {"llama": 1, "clip": 8}
 # Adapters have a twelfth of the gradients (their other half begins at zero), so the roundings of
 # fewer elements cancel in its norm: √12, rounded up to a power of two.
