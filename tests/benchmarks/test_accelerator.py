@@ -154,8 +154,7 @@ def test_recipes_are_compared_with_bfloat16_alone():
     assert "| fp8 | 1 (50%) | 1.50 |  |" in report.matmuls(of_device(H200, matmuls=[bf16, fp8]))
 
 
-def test_the_memory_of_a_run_that_failed_is_not_that_of_the_next(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_memory_of_a_run_that_failed_is_not_that_of_the_next():
     from benchmarks.accelerator.training_runs import peak_bytes
 
     device = types.SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 7})
@@ -227,7 +226,6 @@ def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):
 
 
 def test_variants_for_which_no_time_is_left_are_for_another_call(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
     from benchmarks.accelerator import learning
 
     (tmp_path / "device.json").write_text(json.dumps(H200 | {"tiny": True}))
@@ -292,8 +290,7 @@ def test_mistakes_in_arguments_are_one_line(arguments, message, monkeypatch, cap
 
 
 @pytest.mark.full
-def test_every_run_of_full_size_fits_an_h200(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def test_every_run_of_full_size_fits_an_h200():
     from benchmarks.accelerator import training_runs
 
     for name in training_runs.RUNS:
@@ -359,7 +356,6 @@ def test_a_piece_that_the_end_of_the_minutes_stops_is_repeated(tmp_path, monkeyp
 
 
 def test_other_settings_are_searched_only_for_a_run_that_does_not_fit(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import training_runs
 
     memories, measured = [], []
@@ -399,7 +395,6 @@ def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
 
 
 def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import checks
 
     def refuses(*_):
@@ -431,7 +426,6 @@ def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
     ],
 )
 def test_a_piece_whose_reference_fails_says_why(name, function, first, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import tables
 
     (tmp_path / "device.json").write_text(json.dumps(CPU))
@@ -442,9 +436,8 @@ def test_a_piece_whose_reference_fails_says_why(name, function, first, tmp_path,
     assert "refused" in report.render({name: load(path(tmp_path, name))})
 
 
-def test_the_measured_block_is_that_of_the_model(monkeypatch):
+def test_the_measured_block_is_that_of_the_model():
     """It quantizes the input of both of its first layers once."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import tables
 
     function, args, _ = tables.swiglu(tables.in_training("fp8_delayed"), 32, 16, 48)
@@ -453,8 +446,7 @@ def test_the_measured_block_is_that_of_the_model(monkeypatch):
 
 
 @pytest.mark.parametrize(("make", "sizes"), [("layer", (32, 16, 8)), ("swiglu", (32, 16, 48))])
-def test_the_measured_layers_keep_the_amaxes_of_delayed_scales(make, sizes, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_measured_layers_keep_the_amaxes_of_delayed_scales(make, sizes):
     from benchmarks.accelerator import tables
 
     function, args, _ = getattr(tables, make)(tables.in_training("fp8_delayed"), *sizes)
@@ -465,9 +457,8 @@ def test_the_measured_layers_keep_the_amaxes_of_delayed_scales(make, sizes, monk
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
-def test_matmuls_of_the_resumed_runs_are_cublas(monkeypatch):
+def test_matmuls_of_the_resumed_runs_are_cublas():
     """XLA 0.11 finds no kernels for deterministic matmuls in Triton, and compiles no program with one."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.accelerator import checks
 
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))

@@ -1,7 +1,6 @@
 """The fidelity experiments train what their names say."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -12,12 +11,9 @@ from configs.llama import tiny
 from maxlp.core.train_state import abstract_state
 from maxlp.run.experiment import resolve
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def fidelity(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def fidelity() -> ModuleType:
     return importlib.import_module("fidelity")
 
 

@@ -1,7 +1,6 @@
 """The sizes that the layer-scale experiments record."""
 
 import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +9,8 @@ from flax import nnx
 from maxlp.precision import magnitudes
 from tests.families.clip.fixtures import make_batch, make_clip
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_blocks_have_the_sizes_that_a_run_measures(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def test_blocks_have_the_sizes_that_a_run_measures():
     fidelity = importlib.import_module("fidelity_clip")
     model, images = make_clip(), make_batch(4)["image"]
     graphdef, params, model_state = nnx.split(model, nnx.Param, ...)

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -10,12 +9,9 @@ import pytest
 
 from maxlp.precision import make_recipe
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def outliers(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def outliers() -> ModuleType:
     return importlib.import_module("matmul_outliers")
 
 

@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def fair(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def fair() -> ModuleType:
     return importlib.import_module("optimizers_fair")
 
 

@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def outliers(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def outliers() -> ModuleType:
     return importlib.import_module("outliers")
 
 

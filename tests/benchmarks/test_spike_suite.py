@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def suite(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def suite() -> ModuleType:
     return importlib.import_module("spike_suite")
 
 

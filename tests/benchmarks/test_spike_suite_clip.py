@@ -1,18 +1,14 @@
 """The suite of planted damage for CLIP: what it plants, what it asks, and that it runs."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
-def suite(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def suite() -> ModuleType:
     return importlib.import_module("spike_suite_clip")
 
 

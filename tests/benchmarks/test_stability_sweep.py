@@ -15,8 +15,7 @@ STEPS = 100
 
 
 @pytest.fixture
-def sweep(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # whose files import each other
+def sweep() -> ModuleType:
     return importlib.import_module("stability_sweep")
 
 
