@@ -18,24 +18,12 @@ from tests.fixtures import Trainer, batch, batches, histories, make_mesh, precis
 from tests.optim.common import make_optimizer
 
 ROWS, LENGTH, STEPS = 8, 16, 3
-# The learning rate differs from step to step.
-OPTIMIZER = dict(
-    name="adamw",
-    learning_rate=0.01,
-    schedule="linear",
-    warmup_steps=1,
-    total_steps=10,
-    final_lr_fraction=0.0,
-    clip_norm=0.0,
-    weight_decay=0.1,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-6,
-)
 
 
 def make_tx(**changes) -> optax.GradientTransformation:
-    return make_optimizer(**OPTIMIZER | changes).tx
+    """An optimizer whose learning rate differs from step to step."""
+    rates = dict(schedule="linear", warmup_steps=1, total_steps=10)
+    return make_optimizer(**rates | dict(weight_decay=0.1, eps=1e-6) | changes).tx
 
 
 # --- equality -------------------------------------------------------------------------------------------

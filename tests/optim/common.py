@@ -13,16 +13,29 @@ from maxlp.parallel import sharding
 from maxlp.parallel.opt_state import opt_state_shardings
 from maxlp.runtime.checkpoint import Checkpointer, restore
 
+# The keys that have no default: nothing is clipped, and nothing decays.
+REQUIRED = dict(
+    learning_rate=1e-2,
+    warmup_steps=0,
+    final_lr_fraction=0.0,
+    clip_norm=0.0,
+    weight_decay=0.0,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+)
 
-def make_optimizer(*, total_steps, microbatches=1, galore=None, low_bit=None, adagc=None, **values):
-    """`optim.make_tx` of the keys of a config's section; galore, low_bit and adagc are dicts."""
-    config = optim.OptimizerConfig(
-        galore=None if galore is None else optim.GaloreConfig(**galore),
-        low_bit=None if low_bit is None else optim.LowBitConfig(**low_bit),
-        adagc=None if adagc is None else optim.AdaGCConfig(**adagc),
-        **values,
-    )
-    return optim.make_tx(config, total_steps=total_steps, microbatches=microbatches)
+
+def optimizer_config(**changes):
+    """A config with a constant rate and these changes of `REQUIRED`; galore, low_bit, adagc are dicts."""
+    kinds = dict(galore=optim.GaloreConfig, low_bit=optim.LowBitConfig, adagc=optim.AdaGCConfig)
+    parts = {key: kind(**changes[key]) for key, kind in kinds.items() if changes.get(key) is not None}
+    return optim.OptimizerConfig(**REQUIRED | {"schedule": "constant"} | changes | parts)
+
+
+def make_optimizer(*, total_steps=100, microbatches=1, **changes):
+    """`optim.make_tx` of an `optimizer_config`."""
+    return optim.make_tx(optimizer_config(**changes), total_steps=total_steps, microbatches=microbatches)
 
 
 def is_shape(x):
@@ -48,6 +61,15 @@ def jitted_step(tx):
 @functools.cache
 def jitted_init(tx):
     return jax.jit(tx.init)
+
+
+def each_step(tx, params, grads_of_step):
+    """Updates, parameters and state after each of a compiled optimizer's steps."""
+    state, update = jitted_init(tx)(params), jax.jit(tx.update)
+    for grads in grads_of_step:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        yield updates, params, state
 
 
 def run(tx, params, grads_of_step):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from maxlp.optim.adafactor import scale_by_adafactor
-from tests.optim.common import random_tree
+from tests.optim.common import each_step, random_tree
 
 DECAY, THRESHOLD = 0.7, 0.5
 LAYERS = 9  # more than a matrix has rows
@@ -36,9 +36,7 @@ def test_three_steps_equal_the_definition_for_each_layer():
     grads = [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
     grads[-1] = jax.tree.map(lambda g: g * sizes.reshape(-1, *(1,) * (g.ndim - 1)), grads[-1])
     tx = scale_by_adafactor(decay_rate=DECAY, min_dim_size_to_factor=4, clipping_threshold=THRESHOLD)
-    state = tx.init(params)
-    for g in grads:
-        updates, state = jax.jit(tx.update)(g, state, params)
+    *_, (updates, _, _) = each_step(tx, params, grads)
     kernels = [np.asarray(g["layers"]["mlp"]["up_proj"]["kernel"], np.float64) for g in grads]
     scales = [np.asarray(g["layers"]["mlp_norm"]["scale"], np.float64) for g in grads]
     for layer in range(LAYERS):

@@ -7,11 +7,9 @@ import optax
 import pytest
 
 from maxlp.optim.adamp import scale_by_adamp
-from tests.optim.common import make_optimizer
+from tests.optim.common import each_step, make_optimizer
 
 LR, B1, B2, EPS, DECAY = 0.02, 0.9, 0.99, 1e-8, 0.1
-MAKE = dict(learning_rate=LR, schedule="constant", warmup_steps=0, total_steps=100, final_lr_fraction=1.0)
-MAKE |= dict(clip_norm=0.0, weight_decay=DECAY, b1=B1, b2=B2, eps=EPS)
 
 
 def reference(p, grads, decay=DECAY, delta=0.1, wd_ratio=0.1):
@@ -48,15 +46,9 @@ def gradients(params, rng, kind):
     return g
 
 
-def run(tree, grads_of_step):
-    tx = make_optimizer(name="adamp", **MAKE).tx
-    state, update = tx.init(tree), jax.jit(tx.update)
-    out = []
-    for grads in grads_of_step:
-        updates, state = update(grads, state, tree)
-        tree = optax.apply_updates(tree, updates)
-        out.append(jax.device_get(tree))
-    return out
+def run(tree, grads):
+    tx = make_optimizer(name="adamp", learning_rate=LR, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY).tx
+    return [jax.device_get(params) for _, params, _ in each_step(tx, tree, grads)]
 
 
 @pytest.mark.parametrize("name", ["kernel", "embedding"])

@@ -6,7 +6,7 @@ import pytest
 
 from maxlp.optim.apollo import scale_by_apollo, scale_by_apollo_mini
 from maxlp.parallel import sharding
-from tests.optim.common import assert_trees_close, random_tree, run, run_on_mesh
+from tests.optim.common import assert_trees_close, each_step, random_tree, run, run_on_mesh
 
 B1, B2, EPS, GAP, RANK, SEED = 0.8, 0.9, 1e-8, 3, 2, 5
 SHAPES = {
@@ -52,9 +52,7 @@ def test_five_steps_equal_the_definition_for_each_layer(mini, growth):
             scale_by_apollo_mini(B1, B2, EPS, **options),
             dict(rank=1, scale=128**0.5, by_tensor=True, growth=growth),
         )
-    state, update = tx.init(grads[0]), jax.jit(tx.update)
-    for g in grads:
-        updates, state = update(g, state)
+    *_, (updates, _, _) = each_step(tx, grads[0], grads)
     for path in (("attn", "q_proj"), ("mlp", "down_proj")):
         ours, *seen = (np.asarray(g["layers"][path[0]][path[1]]["kernel"]) for g in (updates, *grads))
         for layer in range(2):
@@ -83,7 +81,7 @@ def test_a_channel_whose_squares_underflow_steps_like_zeros():
     def steps(size):
         tx = scale_by_apollo(B1, B2, EPS, rank=RANK, growth=float("inf"))
         grads = [{"attn": {"kernel": g}} for g in (kernel, kernel.at[:, 3].multiply(size))]
-        _, state = tx.update(grads[0], tx.init(grads[0]))
-        return tx.update(grads[1], state)[0]["attn"]["kernel"]
+        *_, (updates, _, _) = each_step(tx, grads[0], grads)
+        return updates["attn"]["kernel"]
 
     np.testing.assert_array_equal(steps(1e-25), steps(0.0))

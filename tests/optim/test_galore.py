@@ -13,7 +13,7 @@ from maxlp.optim import GaloreConfig
 from maxlp.optim.galore import BASES, Subspace, galore
 from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
-from tests.optim.common import assert_trees_close, random_tree, run, run_on_mesh
+from tests.optim.common import assert_trees_close, each_step, random_tree, run, run_on_mesh
 
 GOLDEN = Path(__file__).parent / "goldens" / "galore.npz"
 ADAM = optax.scale_by_adam(0.9, 0.95, 1e-8)
@@ -62,13 +62,12 @@ def test_galore_torch_takes_the_same_steps_through_three_subspaces(side, proj_ty
     params = {shape: {"kernel": jnp.asarray(golden[f"{shape}_0"].T)} for shape in shapes}
     config = GaloreConfig(rank=3, update_proj_gap=10, side=side, targets=("kernel",))
     tx = sgd(galore(optax.scale_by_adam(0.9, 0.95, 1e-12), config))
-    for steps in (1, 10, 11, 24):
-        grads = [{k: {"kernel": golden[f"{k}_grads"][i].T} for k in shapes} for i in range(steps)]
-        got, _ = run(tx, params, grads)
-        for shape in shapes:
-            want = golden[f"{shape}_{proj_type}"]
-            np.testing.assert_allclose(got[shape]["kernel"].T, want[steps - 1], atol=2e-5)
-            assert np.abs(want[-1] - golden[f"{shape}_0"]).max() > 0.01, "it moves far beyond the tolerance"
+    grads = [{k: {"kernel": golden[f"{k}_grads"][i].T} for k in shapes} for i in range(24)]
+    found = [after for _, after, _ in each_step(tx, params, grads)]
+    for shape in shapes:
+        want = golden[f"{shape}_{proj_type}"]
+        np.testing.assert_allclose([after[shape]["kernel"].T for after in found], want, atol=2e-5)
+        assert np.abs(want[-1] - golden[f"{shape}_0"]).max() > 0.01, "it moves far beyond the tolerance"
 
 
 @pytest.mark.parametrize("b1", [0.0, 0.9])
@@ -81,9 +80,9 @@ def test_optax_takes_the_same_steps_on_the_long_side(b1):
     params, grads = random_tree(shapes, 0), gradients(9, shapes, seed=1)
     config = GaloreConfig(rank=3, update_proj_gap=4, scale=0.5, side="long", targets=("tall", "wide"))
     theirs = optax.contrib.scale_by_galore(3, 4, 0.5, base_optimizer=inner)
-    for steps in (1, 4) if b1 else (1, 4, 9):  # 9: three subspaces
-        got, _ = run(sgd(galore(inner, config)), params, grads[:steps])
-        want, _ = run(sgd(theirs), params, grads[:steps])
+    grads = grads[: 4 if b1 else 9]  # 9: three subspaces
+    ours, others = (each_step(sgd(tx), params, grads) for tx in (galore(inner, config), theirs))
+    for (_, got, _), (_, want, _) in zip(ours, others, strict=True):
         assert_trees_close(got, want, atol=2e-6)  # steps of up to 0.005 · √3 in float32, rounded 9 times
 
 
@@ -150,11 +149,10 @@ def test_bases_do_not_depend_on_the_unit_of_the_gradient(name):
 def test_refresh_happens_every_gap_and_only_then():
     shapes = kernel((2, 4, 8))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=3))
-    state, update = tx.init(random_tree(shapes, 50)), jax.jit(tx.update)
-    projectors = []
-    for g in gradients(8, shapes):
-        _, state = update(g, state)
-        projectors.append(np.asarray(subspace(state).projector))
+    projectors = [
+        np.asarray(subspace(state).projector)
+        for *_, state in each_step(tx, random_tree(shapes, 50), gradients(8, shapes))
+    ]
     changed = [not np.array_equal(a, b) for a, b in itertools.pairwise(projectors)]
     assert changed == [False, False, True, False, False, True, False]
 
@@ -163,12 +161,9 @@ def test_each_refresh_draws_anew():
     """A random basis of the same gradient, whose spectrum has no gaps."""
     shapes = kernel((1, 32, 40))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=1, basis="randomized"))
-    g, state, projectors = random_tree(shapes, 1), tx.init(random_tree(shapes, 50)), []
-    update = jax.jit(tx.update)
-    for _ in range(2):
-        _, state = update(g, state)
-        projectors.append(np.asarray(subspace(state).projector))
-    assert np.abs(projectors[0] - projectors[1]).max() > 1e-4
+    g = random_tree(shapes, 1)
+    first, second = (np.asarray(subspace(state).projector) for *_, state in each_step(tx, g, [g, g]))
+    assert np.abs(first - second).max() > 1e-4
 
 
 def primitives(jaxpr, into_branches):
@@ -240,13 +235,13 @@ def test_lazy_layers_stretch_their_gap():
     shapes, rng = kernel((2, 12, 30)), np.random.default_rng(0)
     fixed = np.outer(rng.normal(size=12), rng.normal(size=30))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2, lazy_threshold=0.8))
-    state, update = tx.init(random_tree(shapes, 1)), jax.jit(tx.update)
-    refreshes = []
-    for step in range(26):
+
+    def gradient():
         g = np.stack([fixed, rng.normal(size=(12, 30))]) + 0.01 * rng.normal(size=(2, 12, 30))
-        _, state = update(kernel(jnp.asarray(g, jnp.float32)), state)
-        refreshes.append((subspace(state).last_refresh == step).tolist())
-    first, second = np.array(refreshes).T
+        return kernel(jnp.asarray(g, jnp.float32))
+
+    states = [state for *_, state in each_step(tx, random_tree(shapes, 1), [gradient() for _ in range(26)])]
+    first, second = np.array([subspace(state).last_refresh == i for i, state in enumerate(states)]).T
     # Five overlaps are known at step 10; from there the gaps are 4, 8, 16 …
     assert np.flatnonzero(first).tolist() == [0, 2, 4, 6, 8, 10, 14, 22]
     assert np.flatnonzero(second).tolist() == list(range(0, 26, 2))

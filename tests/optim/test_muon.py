@@ -11,7 +11,7 @@ import pytest
 from maxlp.optim import muon as muon_module
 from maxlp.optim.muon import scale_by_muon, scale_by_normuon
 from maxlp.parallel import sharding
-from tests.optim.common import assert_trees_close, jitted_step, random_tree, run, run_on_mesh
+from tests.optim.common import assert_trees_close, each_step, jitted_step, random_tree, run, run_on_mesh
 
 B1, B2, BETA, RMS = 0.5, 0.9, 0.8, 0.3
 SHAPES = {
@@ -58,12 +58,9 @@ def normuon(grads):
 def test_three_steps_equal_the_definition_for_each_layer(scale_by, definition):
     params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
     tx = scale_by(B1, B2, 1e-8, beta=BETA, rms=RMS, adam_rate=0.25)
-    state, adam = tx.init(params), optax.scale_by_adam(B1, B2, 1e-8)
-    head = {"kernel": params["lm_head"]["kernel"]}
-    adam_state = adam.init(head)
-    for g in grads:
-        updates, state = jax.jit(tx.update)(g, state, params)
-        expected_head, adam_state = adam.update({"kernel": g["lm_head"]["kernel"]}, adam_state)
+    *_, (updates, _, _) = each_step(tx, params, grads)
+    adam, heads = optax.scale_by_adam(B1, B2, 1e-8), [tree["lm_head"] for tree in (params, *grads)]
+    *_, (expected_head, _, _) = each_step(adam, heads[0], heads[1:])
     for path in (("attn", "q_proj"), ("mlp", "down_proj")):
         ours = updates["layers"][path[0]][path[1]]["kernel"]
         of_path = [np.asarray(g["layers"][path[0]][path[1]]["kernel"], np.float64) for g in grads]

@@ -9,22 +9,24 @@ import pytest
 from maxlp import optim
 from maxlp.optim.pure_bf16 import PureBf16State
 from maxlp.optim.schedule_free import eval_part, scale_by_debiased_rms
-from tests.optim.common import assert_trees_equal, make_optimizer, random_tree, run, saved_and_restored
+from tests.optim.common import (
+    assert_trees_equal,
+    each_step,
+    make_optimizer,
+    random_tree,
+    run,
+    saved_and_restored,
+)
 
-MAKE = dict(learning_rate=0.02, schedule="constant", warmup_steps=3, total_steps=9, final_lr_fraction=1.0)
-MAKE |= dict(clip_norm=0.0, weight_decay=0.0, b1=0.9, b2=0.95, eps=1e-8)
 SHAPES = {"layers": {"kernel": (2, 8, 4)}, "norm": {"scale": (8,)}}
 
 
 def test_evaluation_uses_the_weighted_average_of_the_iterates():
     """z weighted by the square of the largest rate so far (Defazio et al. 2024, section 4)."""
-    optimizer = make_optimizer(name="schedule_free_adamw", **MAKE)
+    optimizer = make_optimizer(name="schedule_free_adamw", warmup_steps=3)
     params = grads = {"kernel": jnp.ones((2, 2))}
-    state, trained, iterates = optimizer.tx.init(params), params, []
-    for _ in range(4):
-        updates, state = optimizer.tx.update(grads, state, trained)
-        trained = optax.apply_updates(trained, updates)
-        iterates.append(state.z["kernel"])
+    found = list(each_step(optimizer.tx, params, [grads] * 4))
+    iterates, (_, trained, state) = [after.z["kernel"] for *_, after in found], found[-1]
     rates = np.maximum.accumulate([optimizer.schedule(i) for i in range(4)]) ** 2
     want = sum(w * z for w, z in zip(rates / rates.sum(), iterates, strict=True))
     np.testing.assert_allclose(optim.eval_params(state, trained)["kernel"], want, rtol=1e-5)
@@ -32,7 +34,7 @@ def test_evaluation_uses_the_weighted_average_of_the_iterates():
 
 @pytest.mark.parametrize("wrapped", [0, 1, 2])
 def test_the_part_that_evaluation_needs_is_restored_alone(tmp_path, wrapped):
-    tx = make_optimizer(name="schedule_free_adamw", **MAKE).tx
+    tx = make_optimizer(name="schedule_free_adamw", warmup_steps=3).tx
     params, opt_state = run(tx, random_tree(SHAPES, 9), [random_tree(SHAPES, i) for i in range(5)])
     want = optax.contrib.schedule_free_eval_params(opt_state, params)
     state = optax.MultiTransformState({"group": opt_state}) if wrapped == 2 else opt_state
@@ -48,7 +50,7 @@ def test_the_part_that_evaluation_needs_is_restored_alone(tmp_path, wrapped):
 @pytest.mark.parametrize("name", [name for name in optim.OPTIMIZERS if name != "schedule_free_adamw"])
 def test_all_others_are_evaluated_at_their_trained_parameters(name):
     params = {"layers": {"attn": {"kernel": jnp.ones((2, 8, 4))}}}
-    state = jax.eval_shape(make_optimizer(name=name, **MAKE).tx.init, params)
+    state = jax.eval_shape(make_optimizer(name=name, warmup_steps=3).tx.init, params)
     assert optim.eval_params(state, params) is params
     assert optim.eval_params({}, params) is params
 

@@ -14,7 +14,7 @@ from maxlp.optim.soap import SoapState, scale_by_soap
 from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
 from maxlp.parallel.opt_state import opt_state_shardings
-from tests.optim.common import assert_trees_close, random_tree, run, run_on_mesh
+from tests.optim.common import assert_trees_close, each_step, random_tree, run, run_on_mesh
 
 B1, B2, EPS, GAP = 0.8, 0.9, 0.3, 2
 SHAPES = {
@@ -50,10 +50,8 @@ def test_six_steps_equal_the_definition_for_each_layer(one_sided):
     """Both sides of a square; of a wide matrix the short one, which a single gradient determines."""
     params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in range(1, 7)]
     tx = scale_by_soap(B1, B2, EPS, precondition_frequency=GAP, max_precond_dim=8, one_sided=one_sided)
-    state, update = tx.init(params), jax.jit(tx.update)
     rotated = {("attn", "q_proj"): (0,) if one_sided else (0, 1), ("mlp", "up_proj"): (0,)}
-    for t in range(len(grads)):
-        updates, state = update(grads[t], state)
+    for t, (updates, _, _) in enumerate(each_step(tx, params, grads)):
         for path, sides in rotated.items():
             seen, ours = (
                 np.stack([np.asarray(g["layers"][path[0]][path[1]]["kernel"], np.float64) for g in trees])

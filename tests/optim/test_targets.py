@@ -2,19 +2,9 @@
 
 import pytest
 
-from maxlp.optim import GaloreConfig, OptimizerConfig, targets
-from tests.optim.common import random_tree
+from maxlp.optim import targets
+from tests.optim.common import optimizer_config, random_tree
 
-BASE = dict(
-    learning_rate=0.01,
-    warmup_steps=0,
-    final_lr_fraction=0.1,
-    clip_norm=1.0,
-    weight_decay=0.0,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-)
 # Short sides of 8, 4 and 8; the head is no target.
 PARAMS = {
     "layers": {
@@ -25,18 +15,12 @@ PARAMS = {
 }
 
 
-def config(**changes):
-    if "galore" in changes:
-        changes["galore"] = GaloreConfig(**changes["galore"])
-    return OptimizerConfig(**BASE | changes)
-
-
 def galore(**values):
-    return config(galore=values)
+    return optimizer_config(galore=values)
 
 
 def apollo(**options):
-    return config(name="apollo", options=options)
+    return optimizer_config(name="apollo", options=options)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +49,8 @@ def test_a_rank_that_leaves_every_target_whole_is_refused(config, message):
         (apollo(rank=8), "options.rank=8 is cut to the short side of 1 of 3 targets, such as 4 of"),
         (apollo(), "options.rank=256 is cut to the short side of 3 of 3 targets, such as 4 of"),
         (apollo(targets=("head/",)), "options.rank=256 is cut to the short side of 1 of 1 targets"),
-        (config(name="apollo_mini"), None),
-        (config(), None),
+        (optimizer_config(name="apollo_mini"), None),
+        (optimizer_config(), None),
     ],
 )
 def test_a_rank_that_is_cut_for_some_targets_is_a_warning(config, part):
@@ -82,8 +66,8 @@ def test_a_rank_that_is_cut_for_some_targets_is_a_warning(config, part):
 def test_an_optimizer_without_a_matrix_is_a_warning(name):
     """Adapters are no targets."""
     adapters = {"layers": {"attn": {"q_proj": {"adapter": {"a": (2, 8, 4), "b": (2, 4, 8)}}}}}
-    targets.check(random_tree(adapters, 0), config(name=name))
-    (line,) = targets.warnings(random_tree(adapters, 0), config(name=name))
+    targets.check(random_tree(adapters, 0), optimizer_config(name=name))
+    (line,) = targets.warnings(random_tree(adapters, 0), optimizer_config(name=name))
     assert line.startswith(f"optimizer.name={name} trains everything with Adam")
-    (cut,) = targets.warnings(random_tree(PARAMS, 0), config(name=name)) or [""]
+    (cut,) = targets.warnings(random_tree(PARAMS, 0), optimizer_config(name=name)) or [""]
     assert "Adam" not in cut

@@ -9,17 +9,15 @@ from flax import nnx
 
 from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
 from maxlp.families.clip.gradients import loss_gradients as clip_gradients
-from maxlp.families.clip.model import CLIP
 from maxlp.families.llama import task
 from maxlp.families.llama.task import NextTokenConfig
 from maxlp.precision import HIGH_PRECISION
 from maxlp.precision.scalify import mark, scale, scaled_gradients, scalify, unscale
 from maxlp.precision.scalify.markers import fp8_dot_general
 from maxlp.precision.scalify.scaled import Scaled
-from tests.families.clip.fixtures import make_batch, tiny_clip
+from tests.families.clip.fixtures import make_batch, make_clip
 from tests.fixtures import Trainer, batch, batches, make_llama, make_mesh
 from tests.optim.common import make_optimizer
-from tests.optim.test_pure_bf16 import BASE
 
 
 def distance(got, want) -> float:
@@ -123,7 +121,7 @@ def test_fp8_matmuls_multiply_fp8():
     [pytest.param("softmax", marks=pytest.mark.full), pytest.param("sigmoid", marks=pytest.mark.slow)],
 )
 def test_gradients_of_a_clip_are_those_without_scales(kind):
-    graphdef, params, rest = nnx.split(CLIP(tiny_clip(), rngs=nnx.Rngs(0)), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(make_clip(), nnx.Param, ...)
     state = {
         "params": nnx.to_pure_dict(params),
         "model_state": nnx.to_pure_dict(rest),
@@ -159,7 +157,9 @@ def scaled_trainer(precision: str, mesh=None) -> Trainer:
     param_dtype, tx = "float32", optax.sgd(0.1)
     if precision == "fp16_params":
         low_bit = dict(mu="float16", nu="float16", min_size=1)
-        param_dtype, tx = "float16", make_optimizer(param_rounding="nearest", low_bit=low_bit, **BASE).tx
+        clipped = dict(learning_rate=1e-3, clip_norm=1.0, weight_decay=0.1)
+        tx = make_optimizer(param_rounding="nearest", low_bit=low_bit, **clipped).tx
+        param_dtype = "float16"
 
     def make(rngs):
         made = make_llama(dtype="float16", param_dtype=param_dtype)(rngs)
