@@ -64,20 +64,26 @@ def trainer() -> Trainer:
     return Trainer(make_model=with_adapters())
 
 
-def test_training_starts_from_the_model_itself(trainer):
-    plain, adapted = Trainer(), trainer.init()
+@pytest.fixture(scope="module")
+def plain() -> Trainer:
+    """Of the model without adapters."""
+    return Trainer()
+
+
+def test_training_starts_from_the_model_itself(trainer, plain):
+    adapted = trainer.init()
     batch = fixtures.batch(0)
     inputs = [batch[name] for name in ("tokens", "positions", "segment_ids")]
     expected = nnx.merge(plain.graphdef, plain.init()["params"], {}).hidden(*inputs)[0]
     np.testing.assert_array_equal(model_of(trainer, adapted).hidden(*inputs)[0], expected)
 
 
-def test_gradients_are_those_of_the_merged_kernels(trainer):
+def test_gradients_are_those_of_the_merged_kernels(trainer, plain):
     """d/dA = s dW Bᵀ and d/dB = s Aᵀ dW, where dW is the gradient of the kernel W + s A B."""
     state = with_random_b(trainer.init())
     merged = jax.device_get(lora.merged_params(model_of(trainer, state)))
     before, after, _ = step(trainer, state)
-    whole_before, whole_after, _ = step(plain := Trainer(), plain.init(merged))
+    whole_before, whole_after, _ = step(plain, plain.init(merged))
     expected = {}
     for name in before:
         kernel, _, matrix = name.rpartition("/adapter/")
@@ -90,19 +96,19 @@ def test_gradients_are_those_of_the_merged_kernels(trainer):
     assert_close({name: before[name] - after[name] for name in before}, expected, rtol=1e-4)
 
 
-def test_frozen_weights_do_not_change(trainer):
+def test_frozen_weights_do_not_change(trainer, plain):
     state = with_random_b(trainer.init())
     weights = flat(jax.device_get(state["model_state"]))
     _, _, after = step(trainer, state)
-    assert weights.keys() == flat(Trainer().abstract["params"]).keys()
+    assert weights.keys() == flat(plain.abstract["params"]).keys()
     for name, value in weights.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
-def test_no_gradient_of_a_frozen_kernel_is_computed(trainer):
+def test_no_gradient_of_a_frozen_kernel_is_computed(trainer, plain):
     """Of the three matmuls with a kernel the one for its gradient is left out."""
     flops = {}
-    for name, one in {"adapters": trainer, "all": Trainer()}.items():
+    for name, one in {"adapters": trainer, "all": plain}.items():
         flops[name] = one.compile(fixtures.batch(0)).cost_analysis()["flops"]
     attention = 12 * 2 * 4 * 16 * 32 * 8 * 32  # the two products of attention, in both
     # Adapters of rank 4 beside kernels of 64 x 64 to 64 x 96 add 3 * 4 * (64 + 64) / (64 * 64) = 0.3 of the
@@ -165,12 +171,11 @@ def test_fp8_histories_advance_beside_frozen_weights():
     assert all((value[:, 0] > 0).all() for value in histories.values())
 
 
-def test_the_merged_model_computes_the_same(trainer):
+def test_the_merged_model_computes_the_same(trainer, plain):
     state = with_random_b(trainer.init())
     batch = fixtures.batch(0)
     inputs = [batch[name] for name in ("tokens", "positions", "segment_ids")]
     found = model_of(trainer, state).hidden(*inputs)[0]
-    plain = Trainer()
     merged = lora.merged_params(model_of(trainer, state))
     expected = np.asarray(nnx.merge(plain.graphdef, merged, {}).hidden(*inputs)[0])
     # Normed to about 1; the rounding of about 100 float32 operations.

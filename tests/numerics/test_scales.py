@@ -28,12 +28,12 @@ def test_scales():
 
 
 @pytest.mark.parametrize("shape", [(7,), (4096,), (64, 256), (33, 100)])
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_amax_keeps_non_finite_numbers(shape, bad, dtype):
+def test_amax_keeps_non_finite_numbers(shape, dtype):
     x = np.random.default_rng(0).standard_normal(shape)
-    x.flat[x.size // 3] = bad
-    np.testing.assert_equal(np.asarray(jax.jit(amax)(jnp.asarray(x, dtype))), np.float32(abs(bad)))
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        x.flat[x.size // 3] = bad
+        np.testing.assert_equal(np.asarray(jax.jit(amax)(jnp.asarray(x, dtype))), np.float32(abs(bad)))
 
 
 def test_ceil_power_of_two_against_frexp():

@@ -160,30 +160,29 @@ def test_in_the_first_step_non_finite_data_gives_a_non_finite_result():
     assert not np.any(np.isfinite(y)) and not np.any(np.isfinite(dw))
 
 
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-@pytest.mark.parametrize("cold_start", [True, False])
 @pytest.mark.parametrize(
-    "recipe, granularity",
+    "recipe, options",
     [
-        ("fp8_delayed", "tensor"),
-        ("fp8_gaudi", "tensor"),
-        ("fp8_current", "unscaled"),
-        ("simulate", "unscaled"),
+        ("fp8_delayed", {}),
+        ("fp8_delayed", dict(cold_start=False)),
+        ("fp8_gaudi", {}),
+        ("fp8_gaudi", dict(cold_start=False)),
+        ("fp8_current", dict(granularity="unscaled")),
+        ("simulate", dict(granularity="unscaled")),
     ],
 )
-def test_with_older_scales_or_none_non_finite_data_gives_a_non_finite_product(
-    recipe, granularity, cold_start, value
-):
+def test_with_older_scales_or_none_non_finite_data_gives_a_non_finite_product(recipe, options):
     """It saturates in the cast, and neither a gate nor the loss scale would see it."""
-    layer = fixtures.Layer(make_recipe(recipe, history=4, cold_start=cold_start, granularity=granularity))
+    layer = fixtures.Layer(make_recipe(recipe, history=4, **options))
     step = jax.jit(layer.step)
     *_, state = step(layer.state, *data(0))
     assert all(np.all(np.isfinite(result)) for result in step(state, *data(1))[:3])
     y, dw = 0, 2
     for tensor, product in enumerate((y, y, dw)):
-        tensors = data(1)
-        tensors[tensor][0, 0] = value
-        assert not np.all(np.isfinite(step(state, *tensors)[product])), tensor
+        for value in (np.inf, np.nan):
+            tensors = data(1)
+            tensors[tensor][0, 0] = value
+            assert not np.all(np.isfinite(step(state, *tensors)[product])), (tensor, value)
 
 
 @pytest.mark.parametrize("cold_start, alive", [(True, 4), (False, 0)])

@@ -53,10 +53,14 @@ def arguments(shardings=(None, None, None), K=512, N=256, length=128):
     return [jax.ShapeDtypeStruct(*s, sharding=h) for s, h in zip(shapes, shardings, strict=True)]
 
 
-def lowered(name, platform, length=128):
+@functools.cache
+def traced(name, length):
     both, state = layer(name)
-    traced = jax.jit(both).trace(state, *arguments(length=length))
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(both).trace(state, *arguments(length=length))
+
+
+def lowered(name, platform, length=128):
+    return traced(name, length).lower(lowering_platforms=(platform,)).as_text()
 
 
 def unordered(a, b, out):

@@ -92,16 +92,21 @@ def products(dot_general, x, kernel, g):
     return y, *pull(g)
 
 
+@functools.partial(jax.jit, static_argnames="structure")
+def of_split_module(structure, state, *operands):
+    def dot_general(*args, **kwargs):
+        return nnx.merge(structure, state, copy=True)(*args, **kwargs)
+
+    return products(dot_general, *operands)
+
+
 def of_module(dot):
-    structure, state = nnx.split(dot)
+    return jax.device_get(of_split_module(*nnx.split(dot), *operands()))
 
-    @jax.jit
-    def program(state, *operands):
-        return products(
-            lambda *args, **kwargs: nnx.merge(structure, state, copy=True)(*args, **kwargs), *operands
-        )
 
-    return jax.device_get(program(state, *operands()))
+@jax.jit
+def of_plain_matmul(*operands):
+    return products(layers.dot_general, *operands)
 
 
 def switching(recipe, on):
@@ -121,7 +126,7 @@ def test_all_off_is_the_plain_matmul(name, options):
     """To the bit; of rotated operands to within rounding."""
     recipe = make_recipe(name, **options)
     found = switching(recipe, np.zeros((3, 2), bool))
-    plain = jax.device_get(jax.jit(functools.partial(products, layers.dot_general))(*operands()))
+    plain = jax.device_get(of_plain_matmul(*operands()))
     if not recipe.fwd_hadamard:
         assert_equal(found, plain)
         return

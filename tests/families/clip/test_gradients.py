@@ -13,10 +13,10 @@ from maxlp import precision
 from maxlp.core.train_state import abstract_model, shardings
 from maxlp.families.clip.contrastive import ContrastiveConfig
 from maxlp.families.clip.gradients import batch_loss, loss_gradients
-from maxlp.families.clip.model import CLIP, CLIPConfig
+from maxlp.families.clip.model import CLIPConfig
 from maxlp.nn.stack import Part
 from maxlp.parallel import sharding
-from tests.families.clip.fixtures import MIXED, SIGLIP, make_batch, make_mixed_clip, tiny_clip
+from tests.families.clip.fixtures import MIXED, SIGLIP, make_batch, make_clip, make_mixed_clip, tiny_clip
 
 ALL_AXES = dict(data=2, fsdp=2, tensor=2)
 ROWS, POSITIONS = 16, 17
@@ -80,8 +80,8 @@ def assert_same(got, want) -> None:
 
 
 @functools.cache
-def on_one_device():
-    return run(FULL)
+def on_one_device(config: CLIPConfig = FULL):
+    return run(config)
 
 
 @pytest.mark.full
@@ -116,7 +116,7 @@ def test_siglip_in_scaled_microbatches_on_a_mesh_equals_one_device():
 
 def test_patches_to_drop_depend_on_the_step_and_the_seed():
     config = ContrastiveConfig(kind="softmax", method="plain")
-    graphdef, state = nnx.split(CLIP(tiny_clip(), rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(make_clip())
 
     @jax.jit
     def losses(step):
@@ -131,7 +131,7 @@ def test_patches_to_drop_depend_on_the_step_and_the_seed():
 
 def test_each_image_drops_patches_of_its_own():
     """The loss of equal pairs is log B exactly if the same patches are dropped."""
-    config, model = ContrastiveConfig(kind="softmax", method="plain"), CLIP(tiny_clip(), rngs=nnx.Rngs(0))
+    config, model = ContrastiveConfig(kind="softmax", method="plain"), make_clip()
     equal = {key: np.repeat(value[:1], ROWS, axis=0) for key, value in make_batch(ROWS).items()}
     assert abs(batch_loss(config)(model, equal, jnp.int32(0))[0] - math.log(ROWS)) > 1e-3
 
@@ -140,7 +140,7 @@ def test_each_image_drops_patches_of_its_own():
 def test_microbatches_drop_the_patches_of_the_whole_batch(axes):
     config = tiny_clip()
     assert config.visual.patch_dropout
-    assert_same(run(config, axes=axes, microbatches=2), run(config))
+    assert_same(run(config, axes=axes, microbatches=2), on_one_device(config))
 
 
 # --- low precision --------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def vector(tree: dict) -> np.ndarray:
 
 @pytest.mark.full
 def test_a_recipe_quantizes_the_blocks_between_the_first_and_last_ones_of_both_towers():
-    model = CLIP(tiny_clip(visual=dict(num_layers=3), text=dict(num_layers=4)), rngs=nnx.Rngs(0))
+    model = make_clip(visual=dict(num_layers=3), text=dict(num_layers=4))
     recipe = precision.make_recipe("int8_switchback")
     table = precision.inject(model, recipe, first_blocks=1, last_blocks=1)
     matmuls = ("attn/q_proj", "attn/k_proj", "attn/v_proj", "attn/o_proj", "mlp/up_proj", "mlp/down_proj")
