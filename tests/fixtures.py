@@ -4,10 +4,12 @@ import collections
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.extend
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -113,9 +115,27 @@ def matmul_types(lowered: jax.stages.Lowered) -> list[tuple[str, ...]]:
     return re.findall(rf"dot_general.*: \({tensor}, {tensor}\) -> {tensor}", lowered.as_text())
 
 
+def walk_jaxpr(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """All equations of a program, also those of its inner programs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from walk_jaxpr(inner)
+
+
 def make_mesh(**sizes: int) -> Mesh:
     """A mesh of the first devices; an axis that is not given has size 1."""
     return sharding.make_mesh(**{"fsdp": 1} | sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+class RejectAll:
+    """A gate that accepts no step."""
+
+    def init(self) -> dict:
+        return {}
+
+    def accept(self, state: dict, metrics: dict) -> tuple[jax.Array, dict, dict]:
+        return jnp.bool_(False), state, {}
 
 
 class Trainer:
@@ -161,18 +181,18 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             self.graphdef, self.abstract = abstract_state(self.make_model, self.tx, self.mesh, gates)
         self.step = train_step.jit_step(step, self.graphdef, self.abstract, self.mesh)
+        self._init = jax.jit(self._state, out_shardings=shardings(self.abstract))
         self.compiled: jax.stages.Compiled | None = None
 
     def init(self, params: dict | None = None) -> State:
         """The initial state on the mesh, with random parameters or those of another trainer."""
-
-        def init(params: dict | None) -> State:
-            state = init_state(self.make_model, self.tx, 0, self.gates)
-            given = {} if params is None else {"params": params, "opt_state": self.tx.init(params)}
-            return state | given
-
         with jax.set_mesh(self.mesh):
-            return jax.jit(init, out_shardings=shardings(self.abstract))(params)
+            return self._init(params)
+
+    def _state(self, params: dict | None) -> State:
+        state = init_state(self.make_model, self.tx, 0, self.gates)
+        given = {} if params is None else {"params": params, "opt_state": self.tx.init(params)}
+        return state | given
 
     def trace(self, batch: dict[str, np.ndarray]) -> jax.stages.Traced:
         place = sharding.batch_sharding(self.mesh)

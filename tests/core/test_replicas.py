@@ -15,6 +15,7 @@ from maxlp.parallel import exchange
 from maxlp.planning import hlo
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.fixtures import (
+    RejectAll,
     Trainer,
     batch,
     batches,
@@ -105,20 +106,10 @@ def test_what_is_clipped_is_the_sum():
     np.testing.assert_allclose(optax.tree.norm(change(params, state)), 0.5, rtol=1e-5)
 
 
-class Reject:
-    """A gate that accepts no step."""
-
-    def init(self):
-        return {}
-
-    def accept(self, state, metrics):
-        return jnp.bool_(False), {}, {}
-
-
 @pytest.mark.full
 def test_a_rejected_step_keeps_the_errors():
     mesh, data = make_mesh(data=8), batches(2)
-    accepting, rejecting = exchanging(mesh), exchanging(mesh, gates={"reject": Reject()})
+    accepting, rejecting = exchanging(mesh), exchanging(mesh, gates={"reject": RejectAll()})
     state, _ = accepting.run(accepting.init(), data[:1])
     before = errors(state)
     after, [metrics] = rejecting.run(state | {"reject": {}}, data[1:])

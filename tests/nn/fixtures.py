@@ -1,13 +1,26 @@
-"""Attention inputs, a comparison of gradients, programs for GPUs, and a ring in the natural order."""
+"""A small block; inputs of attention, their gradients, programs for GPUs, a ring in the natural order."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from maxlp.nn import stack
+from maxlp.nn import layers, stack
 from maxlp.nn.attention import ring
+
+
+class MlpBlock(stack.Block):
+    """x + down_proj(relu(up_proj(x))) in float32: the smallest block of a stack."""
+
+    def __init__(self, rngs: nnx.Rngs, dim: int = 8):
+        sizes = dict(std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+        self.up_proj = layers.Linear(dim, 2 * dim, axes=("embed", "mlp"), **sizes)
+        self.down_proj = layers.Linear(2 * dim, dim, axes=("mlp", "embed"), **sizes)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return x_BSD + self.down_proj(jax.nn.relu(self.up_proj(x_BSD)))
 
 
 def inputs(B: int, S: int, N: int, K: int, H: int, dtype: str = "float32"):

@@ -11,7 +11,7 @@ from maxlp.core.train_step import jit_step
 from maxlp.nn import layers
 from maxlp.run.experiment import resolve_settings
 from tests import composition
-from tests.precision.fixtures import walk_jaxpr
+from tests.fixtures import walk_jaxpr
 
 CONTRACTION = ((2,), (0,)), ((), ())  # (B, S, in) with (in, out)
 

@@ -10,18 +10,9 @@ from flax import nnx
 
 from maxlp.nn import layers, stack
 from maxlp.precision import inject, make_recipe
+from tests.nn.fixtures import MlpBlock
 
 D, L = 8, 4
-
-
-class Block(stack.Block):
-    def __init__(self, rngs, dim=D):
-        sizes = dict(std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
-        self.up_proj = layers.Linear(dim, 2 * dim, axes=("embed", "mlp"), **sizes)
-        self.down_proj = layers.Linear(2 * dim, dim, axes=("mlp", "embed"), **sizes)
-
-    def __call__(self, x_BSD):
-        return x_BSD + self.down_proj(jax.nn.relu(self.up_proj(x_BSD)))
 
 
 class Model(nnx.Module):
@@ -29,7 +20,7 @@ class Model(nnx.Module):
 
     def __init__(self, ends, rules=(), dim=D, num_layers=L, **how):
         rngs = nnx.Rngs(0)
-        self.layers = stack.stack(lambda rngs: Block(rngs, dim), num_layers, rngs)
+        self.layers = stack.stack(lambda rngs: MlpBlock(rngs, dim), num_layers, rngs)
         self.how = nnx.static(dict(num_layers=num_layers, **how))
         recipe = make_recipe("fp8_delayed", history=2)
         rules = tuple((pattern, make_recipe("bf16")) for pattern in rules)

@@ -26,6 +26,7 @@ from tests.fixtures import (
     precision_config,
     with_full_histories,
 )
+from tests.nn.fixtures import MlpBlock
 
 B, S, D, L = 16, 32, LLAMA["embed_dim"], 8
 
@@ -89,18 +90,13 @@ def test_a_step_equals_one_device_and_sends_activations_only(case):
 # --- state ----------------------------------------------------------------------------------------------
 
 
-class ExactBlock(stack.Block):
+class ExactBlock(MlpBlock):
     """Weights of -1, 0 and 1: with integer inputs nothing is rounded, whatever the order of a sum."""
 
     def __init__(self, rngs):
-        sizes = dict(std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
-        self.up_proj = layers.Linear(8, 16, axes=("embed", "mlp"), **sizes)
-        self.down_proj = layers.Linear(16, 8, axes=("mlp", "embed"), **sizes)
+        super().__init__(rngs)
         for linear in (self.up_proj, self.down_proj):
             linear.kernel[...] = jnp.clip(jnp.round(linear.kernel[...]), -1, 1)
-
-    def __call__(self, x_BSD):
-        return x_BSD + self.down_proj(jax.nn.relu(self.up_proj(x_BSD)))
 
 
 class ExactModel(nnx.Module):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,11 +10,12 @@ from flax import nnx
 
 from maxlp.core.gradients import token_gradients
 from maxlp.families.llama import task
-from maxlp.nn import layers, stack
+from maxlp.nn import stack
 from maxlp.parallel import sharding
 from maxlp.precision import delayed, inject, make_recipe
 from maxlp.precision.dot import QuantDot
 from tests.fixtures import Trainer, make_mesh
+from tests.nn.fixtures import MlpBlock
 
 # --- one layer ----------------------------------------------------------------------------------------
 
@@ -45,21 +45,11 @@ class Layer:
 # --- a network without rounding: no order of its sums changes its results ---------------------------------
 
 
-class ExactBlock(stack.Block):
-    def __init__(self, rngs):
-        sizes = dict(axes=("embed", "mlp"), std=1.0, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
-        self.up_proj = layers.Linear(8, 16, **sizes)
-        self.down_proj = layers.Linear(16, 8, **(sizes | dict(axes=("mlp", "embed"))))
-
-    def __call__(self, x_BSD):
-        return x_BSD + self.down_proj(jax.nn.relu(self.up_proj(x_BSD)))
-
-
 class Exact(nnx.Module):
     """Weights of -1, 0 and 1, most of them 0; the loss weighs outputs by the batch's small integers."""
 
     def __init__(self, scan, remat, rngs, num_layers=3):
-        self.layers = stack.stack(ExactBlock, num_layers, rngs)
+        self.layers = stack.stack(MlpBlock, num_layers, rngs)
         for linear in (self.layers.up_proj, self.layers.down_proj):
             draw = jax.random.randint(rngs.params(), linear.kernel.shape, 0, 8)
             linear.kernel[...] = jnp.where(draw == 0, 1.0, jnp.where(draw == 1, -1.0, 0.0))
@@ -106,14 +96,3 @@ def exact_trainer(
 def exact_params() -> dict:
     """Initial parameters of the network on the host."""
     return jax.device_get(exact_trainer().init()["params"])
-
-
-# --- programs -------------------------------------------------------------------------------------------
-
-
-def walk_jaxpr(jaxpr):
-    """All equations of a program, also those of its inner programs."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from walk_jaxpr(inner)

@@ -2,7 +2,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from maxlp.numerics import blockwise, formats
 from maxlp.numerics.quantized import quantize, rotate
 from maxlp.precision import delayed, dot, make_recipe, recipes
 from maxlp.precision.dot import QuantDot
+from tests.fixtures import walk_jaxpr
 from tests.precision.fixtures import Layer
 
 DIMS = (((2,), (0,)), ((), ()))
@@ -310,13 +310,9 @@ def pair_step(recipe, apply):
 
 def conversions_of(jaxpr, shape):
     """How often a program, with the programs within it, converts an array of this shape to E4M3."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        count += sum(conversions_of(inner, shape) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
-        made = eqn.outvars[0].aval
-        is_cast = eqn.primitive.name == "convert_element_type"
-        count += is_cast and made.dtype == jnp.float8_e4m3fn and made.shape == shape
-    return count
+    casts = [eqn for eqn in walk_jaxpr(jaxpr) if eqn.primitive.name == "convert_element_type"]
+    made = [cast.outvars[0].aval for cast in casts]
+    return sum(one.dtype == jnp.float8_e4m3fn and one.shape == shape for one in made)
 
 
 @pytest.mark.parametrize(

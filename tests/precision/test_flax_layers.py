@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxlp.precision import inject, make_recipe
 from maxlp.precision.flax_layers import mixed_precision
-from tests.precision.fixtures import walk_jaxpr
+from tests.fixtures import walk_jaxpr
 
 EXACT = make_recipe("simulate", format="e8m23", granularity="unscaled")  # rounds nothing
 FP8 = make_recipe("fp8_current")

@@ -14,13 +14,12 @@ from maxlp.families.llama.export import config_files
 from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling
 from maxlp.parallel import sharding
 from tests.data.chats import CHATML, write_tokenizer
+from tests.fixtures import llama_config
 
-CONFIG = LlamaConfig(
+CONFIG = llama_config(
     vocab_size=40,
     embed_dim=16,
     num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
     mlp_dim=24,
     max_seq_len=256,
@@ -28,14 +27,7 @@ CONFIG = LlamaConfig(
     rope_scaling=RopeScaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
     ),
-    norm_eps=1e-5,
-    tie_embeddings=False,
     init_std=0.02,
-    dtype="float32",
-    param_dtype="float32",
-    attention="xla",
-    scan_layers=True,
-    remat="none",
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 

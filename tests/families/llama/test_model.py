@@ -9,31 +9,14 @@ import pytest
 from flax import nnx
 
 from maxlp.families.llama import losses
-from maxlp.families.llama.model import Llama, LlamaConfig, RopeScaling, rope_table
+from maxlp.families.llama.model import Llama, RopeScaling, rope_table
 from maxlp.families.llama.task import NextTokenConfig, next_token_sums
 from maxlp.nn.lora import add_adapters
 from maxlp.precision import RECIPES, inject
-from tests.fixtures import Trainer, batch, matmul_types
+from tests.fixtures import Trainer, batch, llama_config, matmul_types
 
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    embed_dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=48,
-    max_seq_len=64,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    init_std=0.3,
-    dtype="float32",
-    param_dtype="float32",
-    attention="xla",
-    scan_layers=True,
-    remat="none",
+CONFIG = llama_config(
+    embed_dim=32, head_dim=8, mlp_dim=48, max_seq_len=64, tie_embeddings=True, init_std=0.3
 )
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from maxlp.families.llama import qk_clip
-from tests.fixtures import Trainer, batches, make_mesh, precision_config
+from tests.fixtures import RejectAll, Trainer, batches, make_mesh, precision_config
 
 TAU = 2.4  # between the logits of the heads of the small Llama
 
@@ -117,17 +117,9 @@ def test_divided_batches_and_layers_are_clipped_alike(how):
     jax.tree.map(close, found, expected)
 
 
-class Never:
-    def init(self) -> dict:
-        return {}
-
-    def accept(self, state: dict, metrics: dict) -> tuple[jax.Array, dict, dict]:
-        return jnp.bool_(False), state, {}
-
-
 @pytest.mark.full
 def test_a_rejected_step_is_not_clipped_again():
-    trainer = Trainer(qk_clip=TAU, gates={"never": Never()})
+    trainer = Trainer(qk_clip=TAU, gates={"reject": RejectAll()})
     state = trainer.init()
     before = jax.device_get(state["params"])
     state, [metrics] = trainer.run(state, batches(1))
