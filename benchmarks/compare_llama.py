@@ -25,9 +25,13 @@ KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}  #
 
 def measure(python: str, script: str, variables: dict[str, str], flags: list[str]) -> float:
     """Tokens per second of the median step of one process."""
-    command, environment = [python, str(HERE / script), *flags], os.environ | variables
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=HERE.parent, env=environment
+        [python, str(HERE / script), *flags],
+        stdout=subprocess.PIPE,  # its errors are printed here
+        text=True,
+        check=True,
+        cwd=HERE.parent,
+        env=os.environ | variables,
     )
     return json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_sec_median"]
 

@@ -16,34 +16,33 @@ import re
 
 import jax
 import jax.numpy as jnp
+from training import topology
 
-from maxlp.families.clip.contrastive import METHODS, ContrastiveConfig, contrastive_sums
+from maxlp.families.clip.contrastive import LOSSES, METHODS, ContrastiveConfig, contrastive_sums
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
-
-GIB = 2**30
+from maxlp.planning.topologies import GIB
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--topology", action="append", required=True)
+    parser.add_argument("--topology", type=topology, action="append", required=True)
     parser.add_argument("--batch_size", type=int, nargs="+", default=[2**15, 2**18, 2**20])
     parser.add_argument("--embed_dim", type=int, nargs="+", default=[512])
-    parser.add_argument("--loss", nargs="+", default=["softmax"])
-    parser.add_argument("--method", nargs="+", default=list(METHODS))
+    parser.add_argument("--loss", nargs="+", default=["softmax"], choices=LOSSES)
+    parser.add_argument("--method", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--tile_size", type=int, default=4096)
     args = parser.parse_args()
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
     print(f"{datetime.date.today()}, {versions}, tiles of {args.tile_size}", flush=True)
     print("GiB per device: temporaries (total)", flush=True)
-    for name in args.topology:
-        topology = topologies.parse(name)
-        print(f"\n{topology.size} × {topology.chip.kind}, {topology.chip.memory / GIB:.2f} GiB")
+    for machine in args.topology:
+        print(f"\n{machine.size} × {machine.chip.kind}, {machine.chip.memory / GIB:.2f} GiB")
         print(
             f"| loss | E | B | {' | '.join(args.method)} |\n|---|---|---|{'---|' * len(args.method)}",
             flush=True,
         )
-        mesh = sharding.make_mesh(data=1, fsdp=-1, devices=topologies.devices(topology))
+        mesh = sharding.make_mesh(data=1, fsdp=-1, devices=topologies.devices(machine))
         for loss in args.loss:
             for E in args.embed_dim:
                 for B in args.batch_size:
@@ -59,7 +58,7 @@ def _version(package: str) -> str:
 
 
 def _cell(mesh: jax.sharding.Mesh, B: int, E: int, loss: str, method: str, tile_size: int) -> str:
-    """GiB of temporaries and of everything; or what the compiler reports when it refuses."""
+    """GiB of temporaries, and of all memory in brackets; or how much a refused program would need."""
     with jax.set_mesh(mesh):
         rows = jax.ShapeDtypeStruct((B, E), jnp.float32, sharding=sharding.batch_sharding(mesh))
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding.replicated(mesh))

@@ -22,10 +22,13 @@ import json
 from typing import Any
 
 import jax
+from training import topology
 
 from maxlp import optim
 from maxlp.core.train_state import abstract_state
 from maxlp.families.llama.presets import llama
+from maxlp.nn.layers import DTYPES
+from maxlp.optim.config import BF16_ROUNDINGS
 from maxlp.planning import compiled, topologies
 from maxlp.run.experiment import Experiment, resolve
 
@@ -48,7 +51,7 @@ def optimizers(rank: int) -> dict[str, dict[str, Any]]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", default="h100:1x1")
+    parser.add_argument("--topology", type=topology, default="h100:1x1")
     parser.add_argument("--num_layers", type=int, default=32)
     parser.add_argument("--embed_dim", type=int, default=4096)
     parser.add_argument("--mlp_dim", type=int, default=11008)
@@ -56,8 +59,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=1)
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--rank", type=int, default=1024)
-    parser.add_argument("--param_dtype", default="bfloat16")
-    parser.add_argument("--param_rounding", help="as optimizer.param_rounding; to nearest by default")
+    parser.add_argument("--param_dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument(
+        "--param_rounding",
+        choices=BF16_ROUNDINGS,
+        help="as optimizer.param_rounding; to the nearest by default",
+    )
     parser.add_argument(
         "--only", default="", help="optimizers; gradients `released` or `not`; separated by commas"
     )
@@ -107,7 +114,7 @@ def experiment(args: argparse.Namespace, optimizer: dict[str, Any], released: bo
 def main() -> None:
     args = parse_args()
     topologies.compile_without_devices()
-    devices = jax.devices() if args.state_only else topologies.devices(topologies.parse(args.topology))
+    devices = jax.devices() if args.state_only else topologies.devices(args.topology)
     device = devices[0]
     chosen = optimizers(args.rank)
     names = [name for name in chosen if not args.only & chosen.keys() or name in args.only]

@@ -24,19 +24,23 @@ import sys
 import time
 from pathlib import Path
 
+from training import topology
+
 from maxlp.planning import compiled, hlo, hlo_flops, topologies
 from maxlp.planning.topologies import GIB, Topology
 
 REMAT = {"block": "full", "dots": "minimal"}  # remat policy of maxlp -> the nearest one of MaxText
 HEADER = (
-    "| program | peak, GiB | arguments | temporaries | sent, GiB | of it hidden | matmul FLOPs | "
+    "| program | peak, GiB | arguments | temporaries | sent, GiB | overlapped | matmul FLOPs | "
     "kernel calls | compiled in, s |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", default="v5p:2x2x4", help="as in maxlp.plan; v5p, v5e or v6e")
+    parser.add_argument(
+        "--topology", type=topology, default="v5p:2x2x4", help="as in maxlp.plan; v5p, v5e or v6e"
+    )
     parser.add_argument("--rows", type=int, default=1, help="sequences per chip")
     parser.add_argument("--seq_len", type=int, default=8192)
     parser.add_argument("--remat", default="block", choices=REMAT)
@@ -47,33 +51,34 @@ def main() -> None:
     parser.add_argument("--maxtext", action="append", default=[], help="a setting for MaxText, KEY=VALUE")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not args.topology.chip.torus:
+        parser.error(f"--topology={args.topology.name} has no TPUs, whose splash kernel both sides use")
     topologies.compile_without_devices()
-    topology = topologies.parse(args.topology)
     if args.child:
-        compile_maxtext(maxtext_settings(args, topology), args.child)
+        compile_maxtext(maxtext_settings(args), args.child)
         return
 
     args.dump.mkdir(parents=True, exist_ok=True)
-    setting = f"{args.topology.replace(':', '_')}_{args.seq_len}x{args.rows}_{args.remat}"
+    setting = f"{args.topology.name.replace(':', '_')}_{args.seq_len}x{args.rows}_{args.remat}"
     print(HEADER)
     for side in (args.only,) if args.only else ("maxlp", "maxtext"):
         target = args.dump / "_".join(filter(None, (side, setting, args.name)))
         if not target.with_suffix(".json").exists():
             run = compile_maxlp if side == "maxlp" else start_maxtext
-            run(args, topology, target)
-        print(row(target, topology), flush=True)
+            run(args, target)
+        print(row(target, args.topology), flush=True)
 
 
-def compile_maxlp(args: argparse.Namespace, topology: Topology, target: Path) -> None:
+def compile_maxlp(args: argparse.Namespace, target: Path) -> None:
     plan = target.with_suffix(".plan")
     settings = {
-        "data.batch_size": args.rows * topology.size,
+        "data.batch_size": args.rows * args.topology.size,
         "data.seq_len": args.seq_len,
         "model.remat": args.remat,
         "model.attention": "splash",
     }
     command = [sys.executable, "-m", "maxlp.plan", "--config=configs/llama/8b.py", "--nosearch"]
-    command += [f"--topology={args.topology}", f"--json={plan}", f"--hlo={target.with_suffix('.hlo')}"]
+    command += [f"--topology={args.topology.name}", f"--json={plan}", f"--hlo={target.with_suffix('.hlo')}"]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
     subprocess.run(command + args.maxlp, check=True, stdout=subprocess.DEVNULL)
     done = json.loads(plan.read_text())["compiled"]
@@ -89,7 +94,7 @@ def compile_maxlp(args: argparse.Namespace, topology: Topology, target: Path) ->
     plan.unlink()
 
 
-def start_maxtext(args: argparse.Namespace, topology: Topology, target: Path) -> None:
+def start_maxtext(args: argparse.Namespace, target: Path) -> None:
     """Compiles in a separate process, because MaxText changes JAX's global settings."""
     subprocess.run(
         [sys.executable, *sys.argv, f"--child={target}"],
@@ -99,13 +104,14 @@ def start_maxtext(args: argparse.Namespace, topology: Topology, target: Path) ->
     )
 
 
-def maxtext_settings(args: argparse.Namespace, topology: Topology) -> list[str]:
+def maxtext_settings(args: argparse.Namespace) -> list[str]:
     """The settings that differ from MaxText's base.yml."""
-    cores = 2 if topology.chip_name in ("v4", "v5p") else 1  # names of these topologies count cores
+    chip, chips = args.topology.chip_name, args.topology.size
+    cores = 2 if chip in ("v4", "v5p") else 1  # names of these topologies count cores
     return [
         "run_name=compared",
         "model_name=llama3.1-8b",
-        f"compile_topology={topology.chip_name}-{topology.size * cores}",
+        f"compile_topology={chip}-{chips * cores}",
         "compile_topology_num_slices=1",
         f"per_device_batch_size={args.rows}",
         f"max_target_length={args.seq_len}",
@@ -124,7 +130,7 @@ def compile_maxtext(settings: list[str], target: Path) -> None:
 
     jit_and_compile = train_compile.jit_and_compile
 
-    def kept(*args, **kwargs):
+    def compile_and_write(*args, **kwargs):
         start = time.perf_counter()
         done = jit_and_compile(*args, **kwargs)
         seconds = time.perf_counter() - start
@@ -140,24 +146,25 @@ def compile_maxtext(settings: list[str], target: Path) -> None:
         target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
         return done
 
-    train_compile.jit_and_compile = kept
+    train_compile.jit_and_compile = compile_and_write
     base = Path(str(maxtext.__file__)).parent / "configs" / "base.yml"
     train_compile.main(["train_compile", str(base), *settings])
 
 
 def row(target: Path, topology: Topology) -> str:
+    """A line of the table, from the files that a side has written."""
     report, text = (
         json.loads(target.with_suffix(".json").read_text()),
         target.with_suffix(".hlo").read_text(),
     )
     found = hlo.collectives(text, {"fsdp": topology.size})
     sent = sum(one.sent for one in found)
-    hidden = sum(one.sent for one in found if one.overlapped)
+    overlapped = sum(one.sent for one in found if one.overlapped)
     kernels = sum(hlo_flops.kernel_calls(text).values())
     name = re.sub(r"^(maxlp|maxtext)_", lambda side: f"{side[1]} ", target.name)
     return (
         f"| {name} | {report['peak'] / GIB:.2f} | {report['arguments'] / GIB:.2f} "
-        f"| {report['temporaries'] / GIB:.2f} | {sent / GIB:.1f} | {hidden / sent:.0%} "
+        f"| {report['temporaries'] / GIB:.2f} | {sent / GIB:.1f} | {overlapped / max(sent, 1):.0%} "
         f"| {hlo_flops.matmul_flops(text):.4g} | {kernels} | {report['seconds']:.0f} |"
     )
 

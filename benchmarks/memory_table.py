@@ -16,6 +16,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from training import topology
+
 from maxlp.families.llama.presets import llama
 from maxlp.plan import make_plan
 from maxlp.planning import cost_model, topologies
@@ -170,15 +172,16 @@ def smallest_gpu(peak: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--topology", default="h100:1x1", help="the device that the steps are planned for")
+    parser.add_argument("--compile", action="store_true", help="also compile the steps")
+    parser.add_argument(
+        "--topology", type=topology, default="h100:1x1", help="the device that the steps are planned for"
+    )
     args = parser.parse_args()
     topologies.compile_without_devices()
-    topology = topologies.parse(args.topology)
     print("Bytes per parameter, Llama 3 8B\n")
-    print_states(topology)
+    print_states(args.topology)
     plans = {
-        (name, model): make_plan(settings(model, overrides), topology, compiles=args.compile)
+        (name, model): make_plan(settings(model, overrides), args.topology, compiles=args.compile)
         for name, overrides in STEPS.items()
         for model in MODELS
     }

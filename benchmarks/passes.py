@@ -279,9 +279,9 @@ def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by ;")
-    parser.add_argument("--rows", type=int, default=2, help="sequences on each GPU")
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--chip", default="h100", help="h100, b200, …")
+    parser.add_argument("--rows", type=int, default=2, help="sequences on the one GPU of the first table")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--chip", default="h100", choices=topologies.GPUS)
     parser.add_argument("--scatter", default="none", help="precision.scatter with several GPUs")
     parser.add_argument("--dump", default="", help="directory for the programs")
     args = parser.parse_args()

@@ -26,18 +26,21 @@ HEADER = (
 
 
 def define_flags() -> None:
-    plan.define_flags()
-    flags.DEFINE_list("topologies", [], "Topologies, smallest first.")
-    flags.DEFINE_integer("rows", 1, "Sequences per device.")
+    cli.define_config()
+    flags.DEFINE_list("topologies", None, "Topologies, smallest first.")
+    flags.DEFINE_integer("rows", 1, "Sequences per device.", lower_bound=1)
+    flags.DEFINE_bool("estimate_only", False, "Print only the estimates, without compiling.")
+    flags.DEFINE_string("json", None, "Write the plans to this file as JSON, after each topology.")
+    flags.mark_flags_as_required(["config", "topologies"])
 
 
 def main() -> int:
     topologies.compile_without_devices()
-    print(HEADER)
+    machines = [topologies.parse(name) for name in flags.FLAGS.topologies]
     s = read(plan.with_placeholder_data(flags.FLAGS.config))
+    print(HEADER)
     plans = []
-    for name in flags.FLAGS.topologies:
-        topology = topologies.parse(name)
+    for topology in machines:
         rows = flags.FLAGS.rows * topology.size
         scaled = search.changed(s, {"data.batch_size": rows, "train.microbatches": 1})
         plans.append(plan.make_plan(scaled, topology, compiles=not flags.FLAGS.estimate_only))

@@ -8,6 +8,8 @@ import argparse
 import time
 from pathlib import Path
 
+from training import topology
+
 from maxlp.plan import describe_layout, with_placeholder_data
 from maxlp.planning import search, topologies
 from maxlp.planning.topologies import GIB
@@ -26,18 +28,15 @@ MACHINES += ["v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4"]  # v5p-8 to v5p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="*", default=PRESETS, choices=KNOWN, metavar="PRESET")
-    parser.add_argument("--machines", nargs="*", default=MACHINES)
+    machines = [topology(name) for name in MACHINES]
+    parser.add_argument("--machines", nargs="*", default=machines, type=topology, metavar="CHIP:SHAPE")
     args = parser.parse_args()
-    try:
-        machines = [topologies.parse(name) for name in args.machines]
-    except ValueError as error:
-        parser.error(f"--machines: {error}")
     topologies.compile_without_devices()
     print("| preset | machine | | per second | GiB | settings | s | CPU s |\n" + "|---" * 8 + "|")
     slowest, slowest_cpu = 0.0, 0.0
     for preset in args.presets:
         s = read(with_placeholder_data(load_file(preset)))
-        for machine in machines:
+        for machine in args.machines:
             start, cpu_start = time.perf_counter(), time.process_time()
             found = search.find(s, machine)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def row(found: search.Found) -> str:
-    """Whether a layout fits, only with other numerics, or nothing; and the best of them."""
+    """Whether any settings fit, or only with other numerics; then the rate, peak and flags of the best."""
     outcome = "fits" if found.layouts else "fits only with" if found.numerics else "nothing fits"
     one = (found.layouts or found.numerics or [found.smallest])[0]
     if one is None:

@@ -1,8 +1,9 @@
-"""What the benchmarks share: configs with changed values, compiled train steps, random text, timing.
+"""What the benchmarks share: flags, configs with changed values, compiled train steps, random data, timing.
 
 Scripts that use it import it by file name, so run them as files and not with `-m`.
 """
 
+import argparse
 import re
 import time
 from collections import Counter
@@ -18,10 +19,23 @@ from maxlp.core.train_state import State, abstract_state
 from maxlp.families.llama.presets import llama
 from maxlp.parallel.batches import global_batch
 from maxlp.parallel.sharding import batch_sharding
+from maxlp.planning import topologies
 from maxlp.run.experiment import Experiment
 
 # Random text is read from nowhere, and no step measures the statistics of its tensors.
 RANDOM_TEXT = {"data.source": "random", "data.tokenizer": "random", "spikes.statistics": False}
+
+
+def topology(name: str) -> topologies.Topology:
+    """A topology by its name, as the ``type`` of a flag.
+
+    Raises:
+      ArgumentTypeError: an invalid name; of a ValueError argparse would not print the message.
+    """
+    try:
+        return topologies.parse(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def changed(c: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:

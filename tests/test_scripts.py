@@ -128,7 +128,14 @@ def test_files_named_exist(path):
         ("fidelity_clip", ["spikes", "--only", "float32"]),
         ("llama7b_memory", ["--only=galore9,released"]),
         ("optimizers", ["--only=adam;lion"]),
+        ("llama7b_memory", ["--param_dtype=float8"]),
+        ("llama7b_memory", ["--topology=h101:1x1"]),
+        ("memory_table", ["--topology=h100:1"]),
+        ("contrastive_memory", ["--topology=v5p:2x2"]),
+        ("contrastive_memory", ["--topology=h100:1x1", "--loss=cosine"]),
+        ("maxtext_compare", ["--topology=h100:1x8"]),
         ("passes", ["--recipes=fp9;fp8_current"]),
+        ("passes", ["--chip=v5p"]),
         ("committed_plans", ["--only", "8b"]),
         ("plan_search", ["--presets", "llama/9b"]),
         ("plan_search", ["--machines", "h101:1x1"]),
@@ -140,5 +147,5 @@ def test_a_name_that_does_not_exist_is_refused(script, arguments, monkeypatch, c
     monkeypatch.setattr("sys.argv", [script, *arguments])
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(script).main()
-    wrong = re.split("[,;]", re.sub("--(only|recipes)=", "", arguments[-1]))[0]
+    wrong = re.split("[,;]", re.sub("^--\\w+=", "", arguments[-1]))[0]
     assert re.search(rf"error: .*{wrong}\b", capsys.readouterr().err)

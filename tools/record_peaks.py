@@ -9,6 +9,7 @@ pip install 'maxlp[aot]'. Each run takes 15 seconds (GPU) to a minute (TPU) on 2
 import argparse
 import json
 
+from benchmarks.training import topology
 from maxlp.parallel import sharding
 from maxlp.planning import compiled, topologies
 from maxlp.run.experiment import assemble
@@ -17,19 +18,21 @@ from tests.planning import peaks
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("topology")
+    parser.add_argument("topology", type=topology)
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
-    topology_name, topology = args.topology, topologies.parse(args.topology)
-    platform = topology.chip.platform
+    known = [*peaks.LLAMA, *peaks.PRESETS, *peaks.CLIP]
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"run {unknown[0]!r} is unknown; the names: {'; '.join(known)}")
+    machine, platform = args.topology, args.topology.chip.platform
     found: dict = peaks.peaks()
     for name in args.names or peaks.LLAMA:
         s = peaks.recorded(name, platform)
-        mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
-        done = compiled.compile_step(assemble(s, topology.machine(s), mesh))
-        found.setdefault(topology_name, {})[name] = done.peak
-        found["compilers"][topology_name] = compiled.versions(platform)
-        print(topology_name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
+        mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(machine))
+        done = compiled.compile_step(assemble(s, machine.machine(s), mesh))
+        found.setdefault(machine.name, {})[name] = done.peak
+        found["compilers"][machine.name] = compiled.versions(platform)
+        print(machine.name, name, f"{done.peak / 2**20:.0f} MiB", f"{done.seconds:.0f} s", flush=True)
         peaks.FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 
