@@ -66,7 +66,11 @@ BASE: dict[str, Any] = {
 
 
 def variant(method: str, scale: int, rate: float) -> dict[str, Any]:
-    """The changes of `BASE` for a batch that is ``scale`` times as large."""
+    """The changes of `BASE` for a batch that is ``scale`` times as large.
+
+    Args:
+      rate: learning rate of the small batch.
+    """
     batch = {"data.batch_size": ROWS * scale}
     if method == "adascale":
         return batch | {
@@ -90,7 +94,7 @@ def rising(step: int, progress: float, metrics: dict[str, Any]) -> int:
 
 
 class ByTheNoise:
-    """The largest scale that is at most the measured noise scale, chosen again every `EVERY` steps."""
+    """Chooses, every `EVERY` steps, the largest scale that is at most the measured noise scale."""
 
     EVERY = 20
 
@@ -104,11 +108,15 @@ class ByTheNoise:
 
 
 def train(trainer: Callable[[int], Trainer], choose: Choose, seed: int, data: Data) -> dict[str, Any]:
-    """Trains to the end of the schedule; returns the validation loss, steps, gains, and the text read.
+    """Trains to the end of the schedule, or until the loss is not finite.
 
     Args:
-      trainer: of a scale.
+      trainer: of batches that are a number of times (the scale) as large as the small batch.
       choose: the scale of the next step.
+
+    Returns:
+      The validation loss, the number of steps, the small batches read (``read``), and of every tenth step
+      AdaScale's gain and the scale.
     """
     small = data.batches(seed, STEPS * max(SCALES))
     run = trainer(choose(0, 0.0, {}))
@@ -152,7 +160,7 @@ def main() -> None:
 def measure(
     results: Results, name: str, method: str, scale: int, rate: float, seeds: list[int], data: Data
 ) -> None:
-    """Runs what the results lack, with one scale."""
+    """Makes the runs with one scale that the results lack."""
     trainer = functools.cache(lambda scale: Trainer(variant(method, scale, rate), data))
     add_missing(results, name, trainer, lambda: constant(scale), seeds, data)
 
@@ -165,7 +173,7 @@ def add_missing(
     seeds: list[int],
     data: Data,
 ) -> None:
-    """Runs what the results lack."""
+    """Makes the runs of a name that the results lack."""
     for seed in seeds:
         if results.has(name, seed):
             continue
@@ -177,12 +185,14 @@ def add_missing(
 
 
 def text_read(name: str, run: dict[str, Any]) -> int:
-    """In small batches."""
-    return run.get("read") or run["steps"] * int(name.split()[2].rstrip(","))  # constant in earlier results
+    """How many small batches a run has read."""
+    return run.get("read") or run["steps"] * int(
+        name.split()[2].rstrip(",")
+    )  # before results had it, scales were constant
 
 
 def table(results: Results, seeds: list[int]) -> str:
-    """Means over the seeds, ± standard deviation, compared with S = 1 of the same seed."""
+    """The table: means over the seeds ± standard deviation, relative to the mean of S = 1."""
     lines = ["| run | validation loss | against S = 1 | steps | mean gain | text read |"]
     lines.append("|---" * 6 + "|")
     base = np.array([results.runs["S = 1"][str(seed)]["loss"] for seed in seeds])

@@ -1,6 +1,7 @@
 """Prints the table of docs/plans from its JSON files.
 
-With --estimate it first renews the closed form of each plan (seconds), with --compile the whole plan.
+With --estimate it first updates the estimate in each plan (seconds); with --compile it makes the plans
+again.
 
 pip install 'maxlp[aot]'
 python benchmarks/committed_plans.py --estimate
@@ -29,8 +30,8 @@ HEADER = (
 def main() -> None:
     found = {path.stem: path for path in sorted(PLANS.glob("*.json")) if path.stem != "scaling"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="compile the plans again")
-    parser.add_argument("--estimate", action="store_true", help="compute the estimates of the plans again")
+    parser.add_argument("--compile", action="store_true", help="make whole plans again")
+    parser.add_argument("--estimate", action="store_true", help="update only the estimates in the plans")
     parser.add_argument("--only", nargs="*", choices=found, metavar="PLAN", help="names of plans")
     args = parser.parse_args()
     print(HEADER)
@@ -38,19 +39,19 @@ def main() -> None:
         if args.compile:
             remake(found[name])
         elif args.estimate:
-            renew_estimate(found[name])
+            update_estimate(found[name])
         print(row(name, json.loads(found[name].read_text())), flush=True)
 
 
 def remake(path: Path) -> None:
-    """Runs the command that a plan records, and replaces its files."""
+    """Makes a plan again by the command that it records, with its picture if it has one."""
     plan(
         path, f"--json={path}", *[f"--plot={path.with_suffix('.png')}"] * path.with_suffix(".png").exists()
     )
 
 
-def renew_estimate(path: Path) -> None:
-    """Replaces the closed form in a plan."""
+def update_estimate(path: Path) -> None:
+    """Replaces the estimate in a plan."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         plan(path, "--estimate_only", f"--json={file.name}")
         estimate = json.loads(Path(file.name).read_text())["estimate"]
@@ -59,7 +60,7 @@ def renew_estimate(path: Path) -> None:
 
 
 def plan(path: Path, *options: str) -> None:
-    """Runs the command that a plan records, with these additional options."""
+    """Runs the command that a plan records, with these options added."""
     _, *rest = shlex.split(json.loads(path.read_text())["command"])
     subprocess.run([sys.executable, *rest, "--nosearch", *options], check=True, stdout=subprocess.DEVNULL)
 

@@ -62,18 +62,19 @@ SPIKY = {  # a learning rate and a β2 with which broken batches make AdamW's lo
 PLAIN = SPIKY | {"optimizer.options": {"clip_threshold": 1e30}}
 
 NVFP4 = {"precision.recipe": "nvfp4"}
-PARTS = {  # what these variants take for nvfp4
+PARTS = {  # the recipes that these variants use in the place of nvfp4
     "forward only": dataclasses.replace(RECIPES["nvfp4"], dlhs=None, drhs=None, hadamard=False),
     "backward only": dataclasses.replace(RECIPES["nvfp4"], fwd=None),
 }
 
-SCALIFY = {"model.dtype": "float16", "model.attention": "xla"}  # a kernel has no rule for scales
+# Scalify cannot propagate scales through a fused attention kernel.
+SCALIFY = {"model.dtype": "float16", "model.attention": "xla"}
 FLOAT16_PARAMS = SCALIFY | {
     "model.param_dtype": "float16",
     "optimizer.param_rounding": "nearest",
     "optimizer.low_bit": {"mu": "float16", "nu": "float16"},
 }
-SMALLER = 2.0**-10  # gradients in the backward pass: those of 1,024 times as many tokens in a batch
+SMALLER = 2.0**-10  # factor on the gradients: as with 1,024 times as many tokens in a batch
 
 # Experiment → variant → changes of the tiny config.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -136,7 +137,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "StableAdamW": SPIKY,
     },
 }
-# What other experiments call the variant bf16 of "precision", their baseline.
+# Experiments whose baseline is the variant bf16 of "precision", and what their tables call it.
 BASELINES = {"optimizers": "AdamW, usual rate and β2"}
 
 
@@ -150,7 +151,12 @@ def compare(
     data: Data,
     adapt: Callable[[Experiment], Experiment] = lambda run: run,
 ) -> None:
-    """Trains each variant with each seed."""
+    """Trains each variant with each seed, unless its result is recorded.
+
+    Args:
+      only: names of variants; all if empty.
+      adapt: as in `Trainer`.
+    """
 
     def measure(run: Trainer, seed: int) -> dict[str, Any]:
         batches = data.batches(seed, run.settings.train.total_steps)
@@ -166,7 +172,7 @@ def compare(
 
 
 def smaller_gradients(run: Experiment) -> Experiment:
-    """Scale propagation of `SMALLER` times the loss; the update divides by it, as it does a loss scale."""
+    """Propagates scales from `SMALLER` times the loss; the update divides by it, as by a loss scale."""
     family, s = run.family, run.settings
     gradients = family.gradients(s.loss, s.train.seed, s.train.microbatches)
 
@@ -192,7 +198,7 @@ def broken(batch: dict, seed: int) -> dict:
 
 
 def watch(run: Trainer) -> Watch:
-    """What to record after each step: RMS_t, where the optimizer keeps it."""
+    """Records RMS_t after each step if the optimizer keeps it."""
     return watch_rms if run.settings.optimizer.name == "stable_adamw" else watch_nothing
 
 
@@ -205,7 +211,8 @@ def watch_rms(state: State) -> dict[str, jax.Array]:
     return {"rms_hidden": jnp.max(hidden), "rms_embedding": embedding, "rms_head": head}
 
 
-# Smooth-SwiGLU: in a trained model one channel of each layer is aligned and grows stage by stage.
+# Smooth-SwiGLU: in a trained model, the gate and up weights of one channel of each layer are made parallel,
+# and then grow in stages.
 FORMS = {
     "bf16": {},
     "fp8_current": {"precision.recipe": "fp8_current"},
@@ -225,7 +232,7 @@ TUNING = {
 
 
 def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
-    """Trains in bfloat16, then continues in each form while one channel of each layer grows."""
+    """Trains in bfloat16, then continues in each of `FORMS` while one channel of each layer grows."""
     results = Results("smooth_swiglu")
     forms = [name for name in FORMS if not only or name in only]
     trainers: dict[str, Trainer] = {}
@@ -256,7 +263,7 @@ def grow_in_stages(run: Trainer, params: dict, seed: int, batches: list[dict]) -
     """Trains `STAGE_STEPS` steps in each stage; returns each stage's measurements.
 
     Args:
-      params: those to begin with, of `align`.
+      params: initial parameters, from `align`.
       batches: of all stages.
     """
     state = run.init(seed) | {"params": jax.device_put(params, run.shardings["params"])}
@@ -314,7 +321,7 @@ def amax_of_product(state: dict) -> dict[str, float]:
 
 
 TOKENS = {"train.total_steps": 900}  # three times those of the other experiments
-LATE = 738  # the step from which on it is bf16: the last 18 %
+LATE = 738  # where the last phase in bfloat16 begins: the last 18 % of the steps
 
 
 def nvfp4_tokens(seeds: list[int], only: list[str], data: Data) -> None:

@@ -117,7 +117,7 @@ OPTIMIZERS = {
 
 
 def spikes(seeds: list[int], only: list[str], data: Data) -> None:
-    """The gradients suddenly become stronger, after a time in which v̂ was averaged over weak ones."""
+    """Trains while the gradients suddenly grow, after v̂ has averaged the squares of small ones."""
 
     def measure(run: Trainer, seed: int) -> dict[str, Any]:
         return run.train(run.init(seed), data.batches(seed, SPIKE_STEPS), watch_rms)[1]
@@ -126,7 +126,7 @@ def spikes(seeds: list[int], only: list[str], data: Data) -> None:
 
 
 def growing(run: Experiment) -> Experiment:
-    """With gradients times a factor that grows by GROWTH at each of the SHIFTS and is 1 after the last."""
+    """The experiment with gradients times a factor that grows by `GROWTH` at each of `SHIFTS`, up to 1."""
 
     def scaled(
         graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None
@@ -184,7 +184,7 @@ LAYER_SCALES = {
 
 
 def layer_scale(experiment: str, seeds: list[int], only: list[str], data: Data) -> None:
-    """A deep, narrow image tower with and without layer-scale; all its matmuls are in one format."""
+    """Trains a deep, narrow image tower with and without layer-scale, with all matmuls in one format."""
     tower, images = TOWERS[experiment], data.validation_batches[0]["image"]
     sizes = {
         "model.visual.num_layers": tower.num_layers,
@@ -203,7 +203,7 @@ def layer_scale(experiment: str, seeds: list[int], only: list[str], data: Data) 
 
 
 def with_large_outputs(state: State, factor: float) -> State:
-    """The state with ``factor`` times what adds to the residual stream of the image tower."""
+    """The state with the kernels that add to the image tower's residual stream multiplied by ``factor``."""
 
     def scaled(path: tuple, x: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -229,7 +229,7 @@ def _block_sizes(
 
 
 class Recorder:
-    """Takes the place of a tower's `Encoder`: runs its blocks and keeps the sizes of their outputs."""
+    """Replaces a tower's `Encoder`: runs its blocks, and records the mean and maximum of |output|."""
 
     def __init__(self, encoder: Encoder):
         self.encoder = encoder

@@ -22,7 +22,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-Watch = Callable[[State], dict[str, jax.Array]]  # the state after a step to scalars to record
+Watch = Callable[[State], dict[str, jax.Array]]  # scalars to record of the state after each step
 
 
 def watch_nothing(state: State) -> dict[str, jax.Array]:
@@ -59,7 +59,7 @@ class Trainer:
 
     Args:
       changes: values of the config of ``data`` to replace.
-      adapt: what to change of the experiment before it is compiled.
+      adapt: changes the experiment before it is compiled.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Trainer:
         """Trains on the batches.
 
         Returns:
-          the new state, and a list for each of loss, grad_norm and what ``watch`` returns.
+          the new state; and by name (loss, grad_norm and those of ``watch``) the values of all steps.
         """
         records = []
         for batch in batches:
@@ -124,11 +124,12 @@ class Results:
 
 
 def check_names(parser: argparse.ArgumentParser, only: list[str], *variants: Iterable[str]) -> None:
-    """Ends the command if one of the names is not of these variants."""
+    """Ends the command with an error if one of the names is not that of a variant."""
     chosen = {*itertools.chain(*variants)}
     if unknown := sorted({*only} - chosen):
         parser.error(
-            f"--only {unknown[0]!r} is no variant of these experiments: {', '.join(sorted(chosen))}"
+            f"--only {unknown[0]!r} is not a variant of these experiments; the variants: "
+            f"{', '.join(sorted(chosen))}"
         )
 
 
@@ -145,7 +146,7 @@ def run_missing(
 
     Args:
       variants: changes of the config of ``data``, by name; each variant is compiled once.
-      measure: runs a trainer with a seed, and returns what to record; the validation loss as ``heldout``.
+      measure: trains with a seed and returns what to record, the validation loss under ``heldout``.
       only: names of variants to measure; all by default.
       adapt: see `Trainer`.
     """
@@ -163,5 +164,5 @@ def run_missing(
 
 
 def digits(x: Any) -> float:
-    """The number with six significant digits, so that the results stay small."""
+    """The number rounded to six significant digits, so that the files of results stay small."""
     return float(f"{float(x):.6g}")

@@ -33,6 +33,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 PHOTOS = 48
 BATCH = 32
 
+# GFLOP of a forward pass for one pair, from open_clip's table of models.
 FORWARD_GFLOP = {"B/32": 14.78, "B/16": 41.09, "L/14": 175.33}
 NEED_GLYPHS = 1200 * 128 / 240
 
@@ -70,7 +71,7 @@ def images_per_core_second(batches: int, **options) -> float:
 
 
 def stall(turns: int, steps: int) -> None:
-    """Train steps of configs/clip/debug.py, in turns with new batches and with one batch again."""
+    """Times train steps of configs/clip/debug.py, alternately on new batches and on one batch again."""
     run = experiment.resolve(debug.get_config())
     compiled = CompiledRun(run)
     state = compiled.initial_state()
@@ -99,7 +100,7 @@ def stall(turns: int, steps: int) -> None:
 
 
 def rates(glyph_batches: int, folder: str) -> list[tuple[str, float]]:
-    """(kind of images, images per second and core)."""
+    """Images per second and core, for each kind of images."""
     rate = images_per_core_second(glyph_batches, source="glyphs", image_size=32, text_len=64)
     rows = [("glyphs, 32 pixels", rate)]
     for width, height, batches in ((500, 375, 6), (2000, 1500, 2)):
@@ -115,9 +116,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stall", action="store_true", help="time train steps")
-    parser.add_argument("--turns", type=int, default=6, help="of --stall")
-    parser.add_argument("--steps", type=int, default=25, help="of --stall, in each turn")
+    parser.add_argument("--stall", action="store_true", help="time train steps, not the pipeline alone")
+    parser.add_argument(
+        "--turns", type=int, default=6, help="with --stall: rounds, each of both kinds of steps"
+    )
+    parser.add_argument("--steps", type=int, default=25, help="with --stall: steps of each kind in a round")
     parser.add_argument("--glyph_batches", type=int, default=60, help="batches of glyphs to time")
     args = parser.parse_args()
     if args.stall:

@@ -35,7 +35,7 @@ from configs.llama import tiny
 from maxlp.run import attribution, choice, prediction
 from maxlp.run.settings import read
 
-STEP, BATCHES = 31, 8  # what the prediction is measured on
+STEP, BATCHES = 31, 8  # where and on how many batches the prediction is measured
 PREDICTION = RESULTS / "lab_predict_prediction.json"
 VALIDATION_BATCHES = 64  # of 1,024 tokens
 
@@ -85,9 +85,13 @@ def changes(spec: str) -> dict:
 
 
 def predict() -> None:
-    """Writes the prediction; refuses once there are runs."""
+    """Writes the prediction.
+
+    Raises:
+      SystemExit: runs exist already.
+    """
     if Results("lab_predict").runs:
-        raise SystemExit("there are runs already; a prediction comes before them")
+        raise SystemExit("runs exist already; a prediction must be made before them")
     step, found = prediction.predictions(read(base()), list(RECIPES), None, STEP, BATCHES)
     print("\n".join(prediction.table(found)))
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +128,10 @@ def choose(seeds: list[int]) -> None:
 
 
 def choices() -> dict[str, list[str]]:
-    """What is chosen for each harmful recipe at the FLOPs of the first and last block; measured once."""
+    """The matmuls chosen for each harmful recipe, by patterns of paths, at the FLOPs of both outer blocks.
+
+    Measured once, and then read from `CHOICES`.
+    """
     if not CHOICES.exists():
         measured = {}
         for spec in HARMFUL:
@@ -140,7 +147,7 @@ def choices() -> dict[str, list[str]]:
 
 
 def show() -> None:
-    """Prints the gaps next to both predictors, their correlations and the gaps of choices; draws."""
+    """Prints gaps with both predictors, their correlations, and the gaps of choices; draws the figure."""
     runs = Results("lab_predict").runs
     if not runs:
         raise SystemExit("no runs yet: run train first")
@@ -172,7 +179,7 @@ def show() -> None:
 
 
 def agreement_of_seeds(gaps: dict[str, list[float]]) -> float:
-    """What a predictor of a single seed could reach: the mean correlation of a seed with the others."""
+    """How well one seed's runs predict: the mean Spearman correlation of a seed with the others' mean."""
     seeds = np.array(list(gaps.values()))
     others = [np.delete(seeds, seed, axis=1).mean(axis=1) for seed in range(seeds.shape[1])]
     found = [spearmanr(one, rest).statistic for one, rest in zip(seeds.T, others, strict=True)]
@@ -180,7 +187,7 @@ def agreement_of_seeds(gaps: dict[str, list[float]]) -> float:
 
 
 def number(value: float | None) -> float:
-    """Null in the file is a number that was not finite."""
+    """A number of the file, where null stands for one that is not finite."""
     return math.inf if value is None else value
 
 
@@ -215,15 +222,15 @@ def draw(names: list[str], predicted: dict, gaps: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("predict", "train", "choose", "show"))
+    parser.add_argument("action", choices=("predict", "train", "choose", "show"))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     args = parser.parse_args()
-    if args.what == "predict":
+    if args.action == "predict":
         predict()
-    elif args.what == "show":
+    elif args.action == "show":
         show()
     else:
-        {"train": train, "choose": choose}[args.what](args.seeds)
+        {"train": train, "choose": choose}[args.action](args.seeds)
 
 
 if __name__ == "__main__":

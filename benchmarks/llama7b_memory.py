@@ -37,7 +37,7 @@ DYNAMIC8 = {"low_bit.mu": "dynamic8", "low_bit.nu": "dynamic8", "low_bit.block_s
 
 
 def optimizers(rank: int) -> dict[str, dict[str, Any]]:
-    """Keys of the ``optimizer`` section."""
+    """Values of the ``optimizer`` section, by the name to print."""
     galore = {"galore.rank": rank, "galore.update_proj_gap": 500, "galore.basis": "randomized"}
     return {
         "adamw": {},
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
         help="as optimizer.param_rounding; to the nearest by default",
     )
     parser.add_argument(
-        "--only", default="", help="optimizers; gradients `released` or `not`; separated by commas"
+        "--only", default="", help="comma-separated names of optimizers, and released or not"
     )
     parser.add_argument("--state_only", action="store_true", help="do not compile")
     args = parser.parse_args()
@@ -78,7 +78,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def experiment(args: argparse.Namespace, optimizer: dict[str, Any], released: bool, device) -> Experiment:
-    """The run of an optimizer on one device."""
+    """The run with an optimizer on one device.
+
+    Args:
+      released: updates each layer in the backward pass.
+    """
     heads = args.embed_dim // 128
     c = llama(
         vocab_size=args.vocab_size,

@@ -44,7 +44,7 @@ def print_result(
     loss: float,
     **more: float,
 ) -> None:
-    """Prints one line of JSON: the flags, the sizes and the speed; and further measurements."""
+    """Prints one line of JSON: the flags, the number of parameters, times, speeds, the loss and more."""
     tokens = args.batch_size * args.seq_len
     fastest, median = min(step_seconds), statistics.median(step_seconds)
     result = {

@@ -67,7 +67,7 @@ def make_data(kind: str, size: float, seed: int, whole: bool) -> Data:
 
     Args:
       kind: "Gaussian", "channels" or "tokens".
-      whole: outliers multiply what is there, and not zeros.
+      whole: outliers multiply random values, not zeros.
     """
     rng = np.random.default_rng(seed)
     x_TK, w_KN, g_TN = (rng.standard_normal(shape) for shape in ((B * S, K), (K, N), (B * S, N)))
@@ -116,7 +116,7 @@ def label(kind: str, size: int) -> str:
 
 
 def of_seeds(recipe: str, kind: str, size: float, whole: bool) -> np.ndarray:
-    """(seeds, 3) the errors of the three matmuls."""
+    """The errors of the three matmuls with each seed, (seeds, 3)."""
 
     def of_seed(seed: int) -> list[float]:
         x, w, g = make_data(kind, size, seed, whole)
@@ -127,6 +127,7 @@ def of_seeds(recipe: str, kind: str, size: float, whole: bool) -> np.ndarray:
 
 
 def measure(whole: bool, cases: list[tuple[str, int]]) -> Errors:
+    """The mean errors over the seeds, of cases (kind, size)."""
     errors: Errors = {}
     for (kind, size), recipe in itertools.product(cases, RECIPES):
         means = np.mean(of_seeds(recipe, kind, size, whole), axis=0)
@@ -135,13 +136,14 @@ def measure(whole: bool, cases: list[tuple[str, int]]) -> Errors:
 
 
 def table(errors: Errors) -> None:
+    """Prints a line for each case and matmul; a column is a recipe."""
     rows = dict.fromkeys((data, gemm) for data, gemm, _ in errors)
     cells = [[data, gemm, *(f"{errors[data, gemm, name]:.2g}" for name in RECIPES)] for data, gemm in rows]
     fidelity_figures.print_table(["data", "matmul", *(f"`{name}`" for name in RECIPES)], cells)
 
 
 def verdicts(errors: Errors) -> list[str]:
-    """What is met of each criterion, by the recipe."""
+    """A line for each criterion: the ratios of the recipes, with "(no)" where one does not meet it."""
 
     def against(data: str, gemm: str, other: str, names: tuple[str, ...]) -> dict[str, float]:
         return {name: errors[data, gemm, name] / errors[data, gemm, other] for name in names}

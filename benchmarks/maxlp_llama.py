@@ -5,8 +5,8 @@
 20 seconds of CPU time, most of it to compile.
 
 The step is the one that `maxlp.train` runs: same model, optimizer, loss and compilation, on a mesh of all
-devices, and a batch with segment ids, positions and a mask, with the same settings of the process. Only
-the statistics of every tensor are off.
+devices, a batch with segment ids, positions and a mask, and the same settings of the process. Only the
+statistics of each tensor are switched off.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from ml_collections import ConfigDict
 from training import CompiledRun, llama_config, random_text
 
 from maxlp.core.train_state import num_params
+from maxlp.nn.attention import KERNELS
+from maxlp.nn.stack import REMAT_POLICIES
 from maxlp.run.experiment import resolve
 from maxlp.runtime import cpu, distributed
 
@@ -50,8 +52,8 @@ def make_config(args: argparse.Namespace) -> ConfigDict:
 
 def main() -> None:
     parser = llama_args.make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--attention", default="xla")
-    parser.add_argument("--remat", default="none")
+    parser.add_argument("--attention", default="xla", choices=KERNELS)
+    parser.add_argument("--remat", default="none", choices=REMAT_POLICIES)
     parser.add_argument("--scan", action="store_true", help="scan over the layers, as deep models do")
     parser.add_argument("--num_chunks", type=int, default=1, help="chunks of the cross-entropy")
     args = parser.parse_args()

@@ -63,7 +63,7 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
 
 
 class Contender:
-    """One optimizer's compiled step, its state and the times of its steps, in seconds."""
+    """One optimizer: its compiled step, its state, and the seconds of its steps."""
 
     def __init__(self, run: Experiment, batch: dict[str, jax.Array]):
         self.compiled, self.batch = CompiledRun(run), batch
@@ -116,11 +116,15 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=4096)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--rank", type=int, default=0, help="of GaLore and APOLLO; 0: embed_dim / 4")
+    parser.add_argument("--rank", type=int, default=0, help="of GaLore and APOLLO; 0 means embed_dim / 4")
     parser.add_argument("--gap", type=int, default=200, help="steps between GaLore's refreshes")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="names of optimizers, separated by ;")
-    parser.add_argument("--bars", action="store_true", help="set sizes, rounds and names; check the goals")
+    parser.add_argument(
+        "--bars",
+        action="store_true",
+        help="check the goals, with sizes, rounds and optimizers of their own",
+    )
     args = parser.parse_args()
     if args.bars:
         vars(args).update(embed_dim=512, num_layers=4, batch_size=8, seq_len=512, rounds=9, gap=200)
@@ -143,13 +147,13 @@ def main() -> None:
 
     rows = report(contenders, args.gap)
     for name, bar in BARS.items() if args.bars else ():
-        ratio = rows[name]["amortised_ratio"]
+        ratio = rows[name]["amortized_ratio"]
         print(f"{name}: {ratio:.3f} of optax.adamw, {'within' if ratio <= bar else 'ABOVE'} {bar}")
     print(json.dumps(rows))
 
 
 def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, float]]:
-    """Prints the table, and returns its rows."""
+    """Prints the table, and returns its rows by name."""
     baseline = contenders["optax.adamw"]
     base, count = statistics.median(baseline.later_steps), num_params(baseline.state["params"])
     print(f"{count:,} parameters, {jax.devices()[0].device_kind}")
@@ -171,7 +175,7 @@ def report(contenders: dict[str, Contender], gap: int) -> dict[str, dict[str, fl
             "ratio": ratio,
             "flops_ratio": flops[name] / flops["optax.adamw"],
             "first_step_ms": 1e3 * first,
-            "amortised_ratio": ratio + refresh,
+            "amortized_ratio": ratio + refresh,
             "state_bytes": held,
             "bytes_per_parameter": held / count,
         }

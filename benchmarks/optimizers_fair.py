@@ -12,9 +12,9 @@ float32 with the few changed values of `METHODS`. The rules are the same for all
   lowest validation loss. A best rate at an end when the budget is spent is marked in the table.
 * At its best rate each method runs with the new seeds 1, 2 and 3, which set the weights and the order of
   the data. All methods share them, so the differences to AdamW are those of runs with the same seed.
-* The cost of a step is measured in turn with AdamW: `ROUNDS` times `GAP` steps of each. A block of `GAP`
-  steps has one new subspace of GaLore and five of SOAP's refreshes. Its unit is CPU time, so that other
-  programs on the machine disturb it little; the matrices are so small that optimizers cost far more here
+* The cost of a step is measured in alternation with AdamW: `ROUNDS` times `GAP` steps of each. A block of
+  `GAP` steps has one new subspace of GaLore and five of SOAP's refreshes. CPU time is measured, so that
+  other programs on the machine disturb little; the matrices are so small that optimizers cost far more here
   than in large models: for those see `optimizers.py`.
 
 Learning rate and seed are inputs of the compiled step (the rate as a hyperparameter injected by optax), so
@@ -131,7 +131,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "qk_norm_no_decay": NO_DECAY,
     "qk_norm_no_decay_adamp": NO_DECAY | named("adamp"),
 }
-# Method → the largest excess over another one (by default AdamW), of the perplexity or the loss.
+# Method → what is compared, the largest excess over another method, and this method (by default AdamW).
 CRITERIA: dict[str, tuple] = {
     "galore_d2": ("perplexity", 0.05),
     "galore_d4": ("perplexity", 0.05),
@@ -204,14 +204,14 @@ def with_rate(state: State, rate: float) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is run: the sizes, and the folder of the results.
+    """The runs of a benchmark and the folder of their results.
 
     Attributes:
-      out: the folder, with one for each method.
+      out: the folder of the results, with a subfolder for each method.
       base: changes of the config that all methods share.
       methods: further changes of each method.
       config: `configs/llama/tiny.py`, or another one.
-      error: what is to be small, of the metrics of an evaluation.
+      error: the number to minimize, from the metrics of an evaluation.
       start, budget, seeds, rounds, gap: as the constants of this module.
     """
 
@@ -228,7 +228,7 @@ class Plan:
     error: Callable[[dict[str, float]], float] = operator.itemgetter("loss")
 
     def measured(self, method: str, name: str) -> dict[str, Any] | None:
-        """The finished measurement of this name; None without one, or if other settings made it."""
+        """The finished measurement of this name; None if there is none with the present settings."""
         found = read_json(self._path(method, name), remedy="delete it")
         return found if found and found["changes"] == self._changes(method) else None
 
@@ -239,7 +239,7 @@ class Plan:
         write_text(path, json.dumps(header | values, separators=(",", ":")) + "\n")
 
     def losses(self, method: str) -> dict[int, float]:
-        """Exponent to validation loss, of the search so far."""
+        """The validation loss by exponent, of the search so far."""
         found: dict[int, float] = {}
         exponent = next_exponent(found, self.start, self.budget)
         while exponent is not None and (run := self.measured(method, run_name(exponent, SEARCH_SEED))):
@@ -248,7 +248,7 @@ class Plan:
         return found
 
     def finals(self, method: str) -> dict[int, dict[str, Any]]:
-        """Seed to the run at the best rate; {} before the search has ended."""
+        """The runs at the best rate by seed; {} before the search has ended."""
         losses = self.losses(method)
         if not losses or next_exponent(losses, self.start, self.budget) is not None:
             return {}
@@ -268,7 +268,7 @@ def run_name(exponent: int, seed: int) -> str:
 
 
 def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> None:
-    """Makes the measurements of a method that are missing: search, seeds, cost."""
+    """Makes the missing measurements of a method: the search, the new seeds, the cost."""
     best = search(method, plan, trainer, data)
     for seed in plan.seeds:
         if not plan.measured(method, run_name(best, seed)):
@@ -280,7 +280,7 @@ def run_method(method: str, plan: Plan, trainer: Callable[[str], Trainer], data:
 
 
 def search(method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> int:
-    """Makes the runs of the search that are missing; returns the exponent of the best rate."""
+    """Makes the missing runs of the search; returns the exponent of the best rate."""
     losses = plan.losses(method)
     while (exponent := next_exponent(losses, plan.start, plan.budget)) is not None:
         losses[exponent] = run_once(method, exponent, SEARCH_SEED, plan, trainer(method), data)
@@ -312,7 +312,7 @@ def query_key_norm(state: State) -> float:
 
 
 def measure_cost(run: Trainer, reference: Trainer, exponent: int, plan: Plan, data: Data) -> dict[str, Any]:
-    """CPU time of blocks of steps relative to blocks of the reference, in turn; bytes of the state."""
+    """CPU time of blocks of steps, relative to alternating ones of the reference; bytes of the state."""
     batches = data.batches(SEARCH_SEED, run.settings.train.total_steps)[: plan.gap]
     states = {one: initial_state(one, exponent, SEARCH_SEED) for one in (run, reference)}
     size = state_bytes(states[run]["opt_state"].inner_state)
@@ -373,7 +373,7 @@ def row(method: str, plan: Plan, loss: np.ndarray, reference: np.ndarray) -> lis
 
 
 def criterion(method: str, plan: Plan) -> list[str]:
-    """Whether it is met, of the seeds that the other method has run too; nothing without any."""
+    """Whether the criterion is met with the seeds that both methods have run, as a line; [] without any."""
     measure, limit, other = (*CRITERIA[method], REFERENCE)[:3]
     finals, base = plan.finals(method), plan.finals(other)
     shared = sorted(finals.keys() & base.keys())
@@ -449,10 +449,10 @@ def command(
     run: Callable[[str, Plan, Callable[[str], Trainer], Data], None],
     report: Callable[[Plan, Path], None],
 ) -> None:
-    """The command line, of `spike_suite.py` too.
+    """The command line, also of `spike_suite.py`, `spike_suite_clip.py` and `stability_sweep.py`.
 
     Args:
-      plan: its folder is the default one.
+      plan: the runs; its folder is the default of `--out`.
       quick: what `--quick` replaces in the plan.
       run: makes the missing measurements of a method.
       report: prints the results, and draws into a file.
@@ -460,9 +460,14 @@ def command(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the results; with --quick there is no default")
     parser.add_argument(
-        "--only", nargs="+", default=list(plan.methods), choices=plan.methods, metavar="METHOD"
+        "--only",
+        nargs="+",
+        default=list(plan.methods),
+        choices=plan.methods,
+        metavar="METHOD",
+        help="all by default",
     )
-    parser.add_argument("--report", action="store_true", help="runs nothing; prints and draws the results")
+    parser.add_argument("--report", action="store_true", help="run nothing; print and draw the results")
     parser.add_argument(
         "--quick", action="store_true", help="few steps of one layer: only checks that it runs"
     )

@@ -70,8 +70,8 @@ SEEDS = (1, 2, 3)
 WINDOW = 100  # steps of one record
 D, F, TEACHERS = 16, 32, 512
 SIZE = 30.0
-ALIGNED, SATURATED = 0.9, 1e-5  # of the criteria
-MEAN_OF = 11  # windows, in the figure
+ALIGNED, SATURATED = 0.9, 1e-5  # bounds of the criteria: a mean cosine, a share of elements
+MEAN_OF = 11  # windows over which the figure averages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,11 @@ class Setting:
     """A variant.
 
     Attributes:
-      gated: SwiGLU, or the control.
+      gated: SwiGLU; False for the control, a GELU.
       l2: factor of half the squared norm of the weights.
       recipe, smooth: arguments of `precision.inject`; "bf16" leaves the matmuls in float32.
-      history: steps that delayed scales look back on.
+      history: steps whose amaxes delayed scales come from.
+      tokens: inputs of a step.
     """
 
     gated: bool = True
@@ -131,7 +132,7 @@ class Block(stack.Block):
 
 
 class Net(nnx.Module):
-    """A stack of one block, so that recipes and measurements find in it what they find in a Llama."""
+    """A stack of one block, so that recipes and measurements treat it as they do a Llama."""
 
     def __init__(self, setting: Setting, rngs: nnx.Rngs):
         sizes = {"embed_dim": D, "mlp_dim": F, "num_layers": 1, "dtype": "float32"}
@@ -152,7 +153,7 @@ class Net(nnx.Module):
 
 
 def make_batch(seed: int, step: jax.Array | int, tokens: int) -> Batch:
-    """Inputs x_BSD and targets y_BSD, of one row; a seed has its own network of targets."""
+    """Inputs x_BSD and targets y_BSD of one row; each seed has another network that makes the targets."""
     rng = np.random.default_rng(seed)
     into, out = rng.standard_normal((D, TEACHERS)) / D**0.5, rng.standard_normal((TEACHERS, D))
     of_x, of_size = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
@@ -179,8 +180,7 @@ def loss_with_l2(
 
 
 def cosines(gate_DF: jax.Array, up_DF: jax.Array) -> dict[str, jax.Array]:
-    """|cos| of gate and up weights: of the channel with the largest product of norms, and the mean
-    weighted by these products."""
+    """|cos| of gate and up weights: "longest" and "mean" as defined at the top of the file."""
     norm_F = jnp.linalg.norm(gate_DF, axis=0) * jnp.linalg.norm(up_DF, axis=0)
     dot_F = jnp.abs(jnp.sum(gate_DF * up_DF, axis=0))  # |cos| times norm
     longest = jnp.argmax(norm_F)
@@ -196,7 +196,7 @@ def hidden_amax(kernels: dict[str, jax.Array], x_BSD: jax.Array) -> jax.Array:
 
 
 def overshoot(model: nnx.Module, batch: Batch) -> jax.Array:
-    """How many times as large as its targets the output is for the largest hundredth of the inputs."""
+    """The output for the largest hundredth of the inputs, projected on the target and relative to it."""
     sizes = jnp.linalg.norm(batch["x"], axis=-1, keepdims=True)
     is_large = sizes > jnp.quantile(sizes, 0.99)
     y_BSD = jnp.where(is_large, batch["y"], 0.0)
@@ -204,7 +204,7 @@ def overshoot(model: nnx.Module, batch: Batch) -> jax.Array:
 
 
 class Run:
-    """A variant with a seed: its state, and compiled functions of it."""
+    """A run of a variant with a seed."""
 
     def __init__(self, setting: Setting, seed: int):
         self.setting, self.seed = setting, seed
@@ -242,7 +242,7 @@ class Run:
         return state, found | {"loss": metrics["loss"]}
 
     def _window(self, state: State) -> tuple[State, dict[str, jax.Array]]:
-        """Trains for `WINDOW` steps; cosines and magnitude are those before the first of them."""
+        """Trains for `WINDOW` steps; the record's cosines and magnitude are those before the first step."""
         kernels = {name: w["kernel"][0] for name, w in state["params"]["layers"]["mlp"].items()}
         found = cosines(kernels["gate_proj"], kernels["up_proj"]) if self.setting.gated else {}
         model, batch = self.model(state), make_batch(self.seed, state["step"], self.setting.tokens)
@@ -252,7 +252,7 @@ class Run:
         return state, found | {name: kind[name](values) for name, values in steps.items()}
 
     def measure(self) -> dict[str, Any]:
-        """Trains to the end: the record of each window by name, error and overshoot on new inputs."""
+        """Trains to the end; returns the windows' values by name, and error and overshoot on new inputs."""
         records = []
         for _ in range(self.setting.steps // WINDOW):
             self.state, record = self.window(self.state)
@@ -283,7 +283,7 @@ Runs = dict[str, list[dict[str, Any]]]  # variant → its seeds
 
 
 def report(plan: Plan, figure: Path) -> None:
-    """Prints the table and what the criteria ask of what has been run, and draws."""
+    """Prints the table and whether the criteria are met, and draws; or prints what has not been run."""
     every = {v: [plan.measured(v, f"seed{seed}") for seed in plan.seeds] for v in plan.methods}
     missing = [variant for variant, runs in every.items() if None in runs]
     if missing:
@@ -298,7 +298,7 @@ def report(plan: Plan, figure: Path) -> None:
 
 
 def row(variant: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Of all seeds, in the end; what is saturated, over the second half."""
+    """A line of the table: at the end of training, mean of the seeds; saturated, over the second half."""
 
     def cell(key: str, form: str) -> str:
         return (
@@ -315,12 +315,12 @@ def row(variant: str, runs: list[dict[str, Any]]) -> list[str]:
 
 
 def late(run: dict[str, Any]) -> float:
-    """The share that saturates over the second half of a run."""
+    """The share of saturated elements over the second half of a run."""
     return float(np.mean(run["saturated"][len(run["saturated"]) // 2 :]))
 
 
 def first_above(values: list[float], limit: float) -> float:
-    """The first step whose window is above a limit; infinite without one."""
+    """The first step of the first window with a value above a limit; infinite if there is none."""
     above = np.flatnonzero(np.array(values) > limit)
     return float(above[0] * WINDOW) if len(above) else np.inf
 
@@ -373,7 +373,7 @@ def verdicts(runs: Runs) -> list[str]:
 
 
 def outcome(text: str, values: list[list[float]], form: str, met: bool) -> str:
-    """A line of the report, with the values of all seeds in the places of the text."""
+    """A line about a criterion: the text with the seeds' values in its braces, and whether it is met."""
     cells = [", ".join(f"{x:{form}}" for x in of_seeds) for of_seeds in values]
     return f"* {text.format(*cells)}: {'met' if met else 'not met'}"
 

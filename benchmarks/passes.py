@@ -5,8 +5,8 @@
 
 Compiles the forward and backward pass of one Llama 8B block for each recipe and classifies the kernels of
 the optimized program: which are matmuls, which others read or write a tensor of the size of an activation,
-a weight or a gradient, and how many more bytes they move than the bfloat16 program does. For 8 GPUs that
-shard the weights (FSDP) it lists the bytes that are gathered and reduced, by dtype. Prints two Markdown
+a weight or a gradient, and how many more bytes they move than the bfloat16 program does. For 8 GPUs with
+sharded weights (FSDP) it lists the bytes that are gathered and reduced, by dtype. Prints two Markdown
 tables. 3 minutes of CPU time.
 """
 
@@ -51,7 +51,7 @@ SIZES = dict(
     remat="none",
 )
 LARGE = 2**20  # elements; no weight matrix and no activation has fewer
-# Not those with blocks: an H100 emulates them.
+# Without the recipes that scale blocks, which an H100 emulates.
 RECIPES = {
     name: recipe
     for name, recipe in precision.RECIPES.items()
@@ -130,9 +130,12 @@ def compiled(
 class Kernel(NamedTuple):
     """A kernel that the program launches.
 
-    operands: (type, opcode that produced it) of each operand.
-    results: types of the results.
-    read: bytes of the operands; where only slices of one are read, of these.
+    Attributes:
+      opcode: of the HLO instruction.
+      target: of a custom call; "" for other instructions.
+      operands: HLO type of each operand, and the opcode that produced it.
+      results: HLO types of the results.
+      read: bytes that it reads: of an operand of which it takes only slices, those of the slices.
     """
 
     opcode: str
@@ -176,7 +179,7 @@ def kernels(text: str) -> list[Kernel]:
 
 
 def unread(fusion: hlo.Instruction, program: dict[str, list[hlo.Instruction]]) -> float:
-    """Bytes of the operands that a fusion does not read because it takes slices of them."""
+    """Bytes of operands that a fusion does not read, because it takes only slices of them."""
     if fusion.opcode != "fusion":
         return 0.0
     body = program[hlo.called(fusion)[0]]
@@ -191,7 +194,7 @@ def unread(fusion: hlo.Instruction, program: dict[str, list[hlo.Instruction]]) -
 
 
 def large(kind: str) -> bool:
-    """Whether an HLO type is of an activation, a weight or a gradient."""
+    """Whether an HLO type has an array as large as an activation, a weight or a gradient."""
     return any(
         math.prod(int(n) for n in dims.split(",") if n) >= LARGE
         for dims in re.findall(r"\[([\d,]*)\]", kind)
@@ -203,8 +206,13 @@ def narrow(kind: str) -> bool:
     return kind.startswith(("f8", "s8"))
 
 
-def sort(kernel: Kernel) -> str:
-    """The class of a kernel; the tables count kernels by class."""
+def kernel_class(kernel: Kernel) -> str:
+    """What a kernel does; the first table counts the kernels of each class.
+
+    "matmul", "small" (no large tensor), "reduce" (no large result), "transpose" (of 8-bit tensors),
+    "weight" (quantizes one), "alone" (quantizes one tensor and does nothing else), "fused" (also computes
+    what it quantizes), "other" (no 8-bit result).
+    """
     if "cublas" in kernel.target:
         return "matmul"
     if not any(map(large, [*kernel.results, *(kind for kind, _ in kernel.operands)])):
@@ -226,8 +234,8 @@ def sort(kernel: Kernel) -> str:
 
 
 def gigabytes(found: list[Kernel], matmuls: bool) -> float:
-    """What the matmuls read and write, or the other large kernels."""
-    classes = [(kernel, sort(kernel)) for kernel in found]
+    """GB that the matmuls read and write, or with ``matmuls=False`` the other kernels on large tensors."""
+    classes = [(kernel, kernel_class(kernel)) for kernel in found]
     return sum(k.bytes for k, kind in classes if kind != "small" and (kind == "matmul") == matmuls) / 1e9
 
 
@@ -235,14 +243,17 @@ TYPE = re.compile(r"\b[a-z]\w*\[[\d,]*\]")
 
 
 def matmuls(found: list[Kernel]) -> str:
+    """Number of matmuls by the dtypes of their operands: "2 f8e4m3fn·f8e5m2"."""
     types = Counter(
-        "·".join(kind.split("[")[0] for kind, _ in k.operands[:2]) for k in found if sort(k) == "matmul"
+        "·".join(kind.split("[")[0] for kind, _ in k.operands[:2])
+        for k in found
+        if kernel_class(k) == "matmul"
     )
     return ", ".join(f"{n} {kind}" for kind, n in sorted(types.items(), reverse=True))
 
 
 def collective_sizes(text: str) -> dict[str, str]:
-    """MiB of the results of each kind of collective, by type."""
+    """MiB of the results of each kind of collective, by dtype: {"all-gather": "104.0 bf16"}."""
     sizes: dict[str, Counter] = {
         "all-gather": Counter(),
         "reduce-scatter": Counter(),
@@ -269,8 +280,8 @@ def collective_sizes(text: str) -> dict[str, str]:
 
 
 COLUMNS = (
-    "recipe", "matmuls", "reductions", "weights quantized", "quantized with their producer",
-    "quantized alone", "8-bit transposed", "kernels in all", "GB outside matmuls", "beyond bf16",
+    "recipe", "matmuls", "reductions", "weights quantized", "quantized in the kernel that makes the tensor",
+    "quantized alone", "8-bit tensors transposed", "kernels", "GB outside matmuls", "beyond bf16",
     "GB of matmuls", "MiB of temporaries",
 )  # fmt: skip
 
@@ -283,13 +294,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--chip", default="h100", choices=topologies.GPUS)
     parser.add_argument("--scatter", default="none", help="precision.scatter with several GPUs")
-    parser.add_argument("--dump", default="", help="directory for the programs")
+    parser.add_argument("--dump", default="", help="folder to write the compiled programs to")
     args = parser.parse_args()
     names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"--recipes={unknown[0]} is unknown; the names: {'; '.join(RECIPES)}")
     print(f"jax {jax.__version__}, {args.chip}, a Llama 8B block on {args.rows} × {args.length} tokens\n")
     print("| " + " | ".join(COLUMNS) + " |\n|---|---|" + "---:|" * (len(COLUMNS) - 2))
+    if args.dump:
+        Path(args.dump).mkdir(parents=True, exist_ok=True)
     base = None
     for name in names:
         program = compiled(name, 1, args.rows, args.length, args.chip)
@@ -297,7 +310,7 @@ def main() -> None:
         if args.dump:
             Path(args.dump, f"{name}.txt").write_text(text)
         found = kernels(text)
-        count = Counter(map(sort, found))
+        count = Counter(map(kernel_class, found))
         outside, of_matmuls = gigabytes(found, matmuls=False), gigabytes(found, matmuls=True)
         base = base or outside
         passes = sum(n for kind, n in count.items() if kind not in ("matmul", "small"))
@@ -305,7 +318,7 @@ def main() -> None:
         temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
         sizes = f"{outside:.2f} | {outside - base:+.2f} | {of_matmuls:.2f} | {temporaries:.0f}"
         print(f"| {name} | {matmuls(found)} | {' | '.join(map(str, numbers))} | {sizes} |", flush=True)
-    print("\nMiB that 8 GPUs with split weights (fsdp=8) exchange for one block, forward and backward:\n")
+    print("\nMiB that 8 GPUs with sharded weights (fsdp=8) exchange for one block, forward and backward:\n")
     print("| recipe | gathered | reduced and scattered | reduced | all to all |\n|---|---|---|---|---|")
     for name in names:
         program = compiled(name, 8, 1, args.length, args.chip, args.scatter)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.reliability --work=/dev/shm/reliability
 
-Every case starts the real command on a small Llama, breaks something at a random moment, and starts the
-same command again if it ended. It holds if the run ends with exactly the weights, optimizer state, data
+Every case starts `maxlp.train` on a small Llama, breaks something at a random moment, and starts the same
+command again if it ended. It holds if the run ends with exactly the weights, optimizer state, data
 position and training records of an undisturbed run, or if the command refused with one line. What does not
 hold is printed with its output and kept in --work, and the exit code is 1. Full disks need root, to mount a
 small file system; clocks need a C compiler. One case in twenty (--scale=0.05) takes 5 minutes on two busy
@@ -40,7 +40,7 @@ OPTIONS = [
     "--config.data.batch_size=2",
 ]
 HOUR, MONTH = 3600, 30 * 24 * 3600
-TIMEOUT = 300.0  # seconds for a command; one that hangs does not hold
+TIMEOUT = 300.0  # seconds for a command; a case whose command hangs does not hold
 
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -69,7 +69,7 @@ def wait(process: subprocess.Popen, seconds: float) -> None:
 
 @dataclasses.dataclass
 class Command:
-    """A command that runs: its output so far, and what can be done to it."""
+    """A running command."""
 
     log: Path
     kill: Callable[[], None]
@@ -81,7 +81,11 @@ class Command:
         return self.log.read_text() if self.log.exists() else ""
 
     def finish(self) -> tuple[int, str]:
-        """Its exit code and its output, when it has ended."""
+        """Waits for the end of the command; returns its exit code and its output.
+
+        Raises:
+          AssertionError: it hangs.
+        """
         self.wait(TIMEOUT)
         code, out = self.poll(), self.out
         if code is None:
@@ -91,7 +95,7 @@ class Command:
         return code, out
 
     def end(self) -> tuple[bool, str]:
-        """Kills it. Returns whether it had ended by itself, and its output."""
+        """Kills the command; returns whether it had ended by itself, and its output."""
         ended = self.poll() is not None
         self.kill()
         return ended, self.finish()[1]
@@ -99,7 +103,7 @@ class Command:
 
 @dataclasses.dataclass
 class Campaign:
-    """Where the cases run, and what they are compared with.
+    """The folder in which the cases run, with the undisturbed run that they are compared with.
 
     Attributes:
       work: a folder; a case that holds leaves nothing in it.
@@ -136,18 +140,22 @@ class Campaign:
         assert records(workdir) == records(self.reference), "the records differ"
 
     def moment(self, rng: random.Random) -> float:
-        """Seconds after the start of a run, at random in it or shortly after its end."""
+        """A random number of seconds after the start of a run, up to shortly after its end."""
         return rng.uniform(0, 1.1 * self.seconds)
 
 
 def refusal(out: str) -> str:
-    """The one line of a command that ended with an error."""
+    """The line of a command that ended with an error.
+
+    Raises:
+      AssertionError: not one line, or a traceback.
+    """
     lines = [line for line in out.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "Traceback" not in out, f"not one line: {out[-3000:]}"
     return lines[0]
 
 
-# --- cases: each returns what happened -------------------------------------------------------------------
+# --- cases: each returns an outcome, or several with counts ---------------------------------------------
 
 
 def kill(campaign: Campaign, workdir: Path, rng: random.Random) -> Counter[str]:
@@ -227,7 +235,7 @@ def clock(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
 
 
 def full_disk(campaign: Campaign, workdir: Path, rng: random.Random) -> str:
-    """Fills the disk of a run at a random moment; then makes room and starts it again."""
+    """Fills the disk of a run at a random moment; then frees it and starts the run again."""
     workdir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", workdir], check=True)
     try:
@@ -297,7 +305,7 @@ def prepare(work: Path) -> Campaign:
     """Makes the undisturbed run, and one that was killed in its second half."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    # Before the first process starts, which JAX reads these in.
+    # JAX reads these in the processes that are started from here on.
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(work / "xla"), "JAX_PLATFORMS": "cpu"}
     os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_NUM_CPU_DEVICES": "1"}
     campaign = Campaign(work)
@@ -321,11 +329,11 @@ def prepare(work: Path) -> Campaign:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, default=Path("/dev/shm/reliability"), help="folder for the runs, emptied first"
+        "--work", type=Path, default=Path("/dev/shm/reliability"), help="Folder to work in; emptied first."
     )
-    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="rows of the table")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of cases")
-    parser.add_argument("--jobs", type=int, default=2, help="cases run at a time")
+    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="Rows of the table.")
+    parser.add_argument("--scale", type=float, default=1.0, help="Factor on the number of cases.")
+    parser.add_argument("--jobs", type=int, default=2, help="Cases that run at once.")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.set_verbosity(logging.ERROR)

@@ -1,4 +1,4 @@
-"""How do optimizers and guards cope with planted damage? A tiny Llama on real text, five seeds.
+"""How does each method cope with injected damage? A tiny Llama on real text, five seeds.
 
     python benchmarks/spike_suite.py              # 75 minutes of CPU time; run it again to continue
     python benchmarks/spike_suite.py --report     # the tables and the figure of what has been run
@@ -63,9 +63,9 @@ from maxlp.run.experiment import Experiment
 SEEDS = (1, 2, 3, 4, 5)
 STRETCHES = [range(start, start + 4) for start in (120, 165, 210, 255)]
 JUMP = 10.0
-OUTLIER = 2.0**20  # chosen with seed 0: with 2^16 the peak is half as high
+OUTLIER = 2.0**20  # chosen with seed 0: with 2^16 the loss peaks half as high
 RECOVERED, LONGEST = 0.05, 40
-REWIND, SKIP = 10, 20
+REWIND, SKIP = 10, 20  # steps and batches; see criterion 7
 
 BASE: dict[str, Any] = {
     "model.dtype": "float32",
@@ -101,13 +101,13 @@ Runs = dict[str, dict[int, dict[str, Any]]]  # method, seed
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """A kind of damage.
+    """A kind of damage, injected in the steps of `STRETCHES`.
 
     Attributes:
-      meaning: a few words for the tables.
-      of_batch: (batch, seed) to the damaged batch; None leaves batches as they are.
-      of_rate: a factor on the learning rate.
-      of_matmuls: they are in FP8, with an outlier in each input (`OutlierDot`).
+      meaning: a description for the tables.
+      of_batch: maps (batch, seed) to a damaged batch; None for no damage to batches.
+      of_rate: factor on the learning rate.
+      of_matmuls: whether matmuls are in FP8, with an outlier in each input (`OutlierDot`).
     """
 
     meaning: str
@@ -118,12 +118,12 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """What is planted, and what is asked.
+    """The damages and criteria of a family.
 
     Attributes:
       damages: by name.
-      measure: of the validation data, which is to be small.
-      criteria: prints what the criteria ask of the methods that have been run.
+      measure: name of the error on the validation data.
+      criteria: prints the numbers that the criteria compare, of the methods that have been run.
     """
 
     damages: dict[str, Damage]
@@ -149,9 +149,9 @@ def _random_rows(batch: Batch, rng: np.random.Generator) -> np.ndarray:
 
 
 class OutlierDot(nnx.Module):
-    """`QuantDot` on an input whose first channel is `OUTLIER` times as large, and its kernel row as small.
+    """`QuantDot` with the input's first channel times `OUTLIER`, and the kernel's first row divided by it.
 
-    Without quantization that changes nothing. With one scale per tensor all other channels and that row
+    Without quantization this changes nothing. With one scale per tensor all other channels and that row
     round to zero, so that the product is zero.
     """
 
@@ -192,7 +192,7 @@ UNDAMAGED = Damage("undamaged")
 
 
 def segments(steps: int) -> Iterator[tuple[range, bool]]:
-    """All steps in order, in stretches that are damaged and stretches that are not."""
+    """Divides all steps into ranges, in order; yields each with whether it is damaged."""
     begin = 0
     for stretch in STRETCHES:
         yield range(begin, stretch.start), False
@@ -207,7 +207,7 @@ def train(
     """Trains with the damage; returns the error on the validation data and the training losses.
 
     Args:
-      fp8: the trainer of damaged matmuls, whose state is that of ``run``.
+      fp8: the trainer for steps with damaged matmuls; its state has the structure of that of ``run``.
     """
     steps = run.settings.train.total_steps
     batches = data.batches(seed, steps)
@@ -228,9 +228,10 @@ def train(
 def train_with_rollbacks(
     run: Trainer, fp8: Trainer | None, exponent: int, seed: int, damage: Damage, data: Data, plan: Plan
 ) -> dict[str, Any]:
-    """As `train`, with the guard of ``run``, of which a copy is saved every `REWIND` steps.
+    """As `train`, with the guard `rollback`, for which a copy of the state is kept every `REWIND` steps.
 
-    What is damaged, and a loss in the result, belongs to a batch; that of a skipped one is None.
+    Damage and the losses of the result are counted by batch, not by step; the loss of a skipped batch is
+    None.
     """
     config, steps = run.settings.spikes, run.settings.train.total_steps
     batches, damaged = data.batches(seed, 2 * steps), {*itertools.chain(*STRETCHES)}
@@ -266,7 +267,7 @@ def train_with_rollbacks(
 def run_method(
     method: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data, *, suite: Suite
 ) -> None:
-    """Makes the runs of a method that are missing."""
+    """Makes the missing runs of a method."""
     best = search(method, plan, trainer, data)
 
     @functools.cache
@@ -292,9 +293,9 @@ def run_method(
 
 
 def difference(run: dict[str, Any], damage: str) -> np.ndarray:
-    """Training losses minus those of the undamaged run; one that is not finite counts as 100.
+    """Training losses minus those of the undamaged run.
 
-    Where either run has skipped the batch, there is no difference.
+    A difference that is not finite counts as 100, and as 0 where one of the runs has skipped the batch.
     """
     own, base = (np.array(run[name]["loss"], dtype=object) for name in (damage, ""))
     skipped = (own == None) | (base == None)  # noqa: E711
@@ -303,9 +304,9 @@ def difference(run: dict[str, Any], damage: str) -> np.ndarray:
 
 
 def difference_by_updates(run: dict[str, Any], damage: str) -> float:
-    """The mean difference after the stretches, to undamaged losses after as many updates.
+    """The mean difference after the stretches to the undamaged loss after the same number of updates.
 
-    Of `rollback`, where it goes back once for each stretch: each time, `SKIP` batches make no update.
+    For runs of `rollback` that roll back once for each stretch: each rollback skips `SKIP` batches.
     """
     own, base = (np.array(run[name]["loss"], np.float64) for name in (damage, ""))
     ends = [*(stretch.start for stretch in STRETCHES[1:]), len(own)]
@@ -349,7 +350,7 @@ def final(run: dict[str, Any], damage: str) -> float:
 
 
 def report(plan: Plan, figure: Path, *, suite: Suite) -> None:
-    """Prints a table of the undamaged runs and one of each damage, the criteria, and draws."""
+    """Prints a table of the undamaged runs, one of each damage, and the criteria; draws the figure."""
     runs = {}
     for method in plan.methods:
         found = {seed: run for seed in plan.seeds if (run := plan.measured(method, f"seed{seed}"))}
@@ -391,7 +392,7 @@ def damage_row(method: str, seeds: dict[int, dict[str, Any]], damage: str) -> li
 
 
 def criteria(runs: Runs) -> None:
-    """Prints what the criteria ask of the methods that have been run."""
+    """Prints the numbers that the criteria compare, of the methods that have been run."""
     for method in ("stable_adamw", "adagc", "stable_spam"):
         if method not in runs:
             print(f"* {method}: not run yet")
@@ -423,7 +424,7 @@ def criteria(runs: Runs) -> None:
 
 
 def tell_rollbacks(runs: Runs, damages: Iterable[str], damage: str) -> None:
-    """Prints how often `rollback` goes back, its peaks after each stretch, and whether it only lags."""
+    """Prints how often `rollback` rolls back, the peaks after each stretch, and whether it only lags."""
     own = runs["rollback"]
     counts = (f"{sum(run[name]['rollbacks'] for run in own.values())} {name}" for name in damages)
     print(f"* rollbacks, {len(STRETCHES)} stretches with {len(own)} seeds:", ", ".join(counts))
@@ -438,7 +439,7 @@ def tell_rollbacks(runs: Runs, damages: Iterable[str], damage: str) -> None:
 
 
 def draw(runs: Runs, path: Path, damages: dict[str, Damage]) -> None:
-    """Differences of the training loss: means of the seeds, bands of their range."""
+    """Draws the differences of the training loss: lines are means of the seeds, bands their range."""
     shown = [m for m in ("clip", "no clip", "stable_adamw", "adagc", "stable_spam", "guard") if m in runs]
     figure = Figure(figsize=(13, 8.4), layout="constrained", facecolor="white")
     for axes, (name, damage) in zip(figure.subplots(2, 2).flat, damages.items(), strict=True):

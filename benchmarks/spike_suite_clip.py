@@ -1,4 +1,4 @@
-"""How do optimizers and guards cope with planted damage? A CLIP, as `spike_suite.py`, on drawn characters.
+"""How does each method cope with injected damage in a CLIP? As `spike_suite.py`, on drawn characters.
 
     NPROC=1 python benchmarks/spike_suite_clip.py              # run it again to continue
     NPROC=1 python benchmarks/spike_suite_clip.py --report     # tables and figure of what has been run
@@ -39,8 +39,8 @@ from spike_suite import OUTLIERS, RATE_JUMP, SEEDS, Batch, Damage, Runs, Suite, 
 from configs.clip import debug
 
 WINDOW = 21  # steps
-FASTER = 1.25
-LEFT = 0.005  # of the names
+FASTER = 1.25  # criterion 1
+LEFT = 0.005  # share of wrong names that may remain, criterion 6
 BASE: dict[str, Any] = SMALL | {
     "optimizer.schedule": "cosine",
     "optimizer.b2": 0.999,
@@ -59,7 +59,7 @@ def noise_images(batch: Batch, seed: int) -> Batch:
 
 
 def wrong_pairs(batch: Batch, seed: int) -> Batch:
-    """Half of the captions take the places of each other, so that none of them keeps its image."""
+    """Half of the captions are exchanged with each other, so that each of these gets another image."""
     text = batch["text"]
     moved = np.random.default_rng(seed).permutation(len(text))[: len(text) // 2]
     text = text.copy()
@@ -80,7 +80,7 @@ def wrong_names(metrics: dict[str, float]) -> float:
 
 
 def time_to_reach(run: dict[str, Any], other: dict[str, Any]) -> float:
-    """The part of its steps after which an undamaged run has the last loss of another one, or 1.
+    """The share of its steps after which an undamaged run reaches the last loss of another one; else 1.
 
     Both losses are means of `WINDOW` steps.
     """
@@ -90,7 +90,7 @@ def time_to_reach(run: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def criteria(runs: Runs) -> None:
-    """Prints what the criteria ask of the methods that have been run."""
+    """Prints whether the criteria are met, of the methods that have been run."""
     adagc, stable = runs.get("adagc", {}), runs.get("stable_adamw", {})
     if shared := sorted(adagc.keys() & stable.keys()):
         part = np.mean([time_to_reach(adagc[seed], stable[seed]) for seed in shared])

@@ -87,7 +87,7 @@ Runs = dict[int, list[dict[str, Any]]]
 
 
 def run_recipe(recipe: str, plan: Plan, trainer: Callable[[str], Trainer], data: Data) -> None:
-    """Makes the runs of a recipe that are missing, all rates of a seed before the next seed."""
+    """Makes the missing runs of a recipe: all rates with one seed, then those with the next."""
     watch = None
     for seed in plan.seeds:
         for exponent in plan.start:
@@ -121,15 +121,15 @@ def watch_sharpness(run: Trainer) -> Watch:
 
 
 def finite(values: list[float]) -> list[float | None]:
-    """What JSON can hold: None for numbers that are not finite."""
+    """The values with None, which JSON can hold, in the place of numbers that are not finite."""
     return [value if math.isfinite(value) else None for value in values]
 
 
-# --- what the runs say --------------------------------------------------------------------------------
+# --- evaluation of the runs ---------------------------------------------------------------------------
 
 
 def onset(losses: np.ndarray) -> int | None:
-    """The step at which a run diverged for good, as defined above; None if it did not.
+    """The onset of a divergence, as defined at the top of the file; None for a run that did not diverge.
 
     Args:
       losses: of each step, NaN where not finite.
@@ -143,7 +143,11 @@ def onset(losses: np.ndarray) -> int | None:
 
 
 def rises(sharpnesses: np.ndarray, step: int) -> bool:
-    """Whether sharpness rises before a step, which has two windows before it."""
+    """Whether sharpness rises before a step, as defined at the top of the file.
+
+    Args:
+      step: at least two windows after the first.
+    """
     before, last = sharpnesses[step - 2 * WINDOW : step].reshape(2, WINDOW).mean(1)
     return bool(last > before)
 
@@ -160,7 +164,7 @@ def outcomes(recipe: str, plan: Plan) -> Runs:
 
 
 def usable(runs: Runs) -> list[int]:
-    """The exponents of the usable rates, as defined above."""
+    """The exponents of the usable rates, as defined at the top of the file."""
     sound = {
         exponent: float(np.mean([run["heldout"] for run in of_rate]))
         for exponent, of_rate in runs.items()
@@ -183,7 +187,7 @@ def warnings(runs: Runs) -> tuple[list[bool], list[bool]]:
 
 
 def report(plan: Plan, figure: Path) -> None:
-    """Prints the table of the recipes that have been run and what the criteria ask, and draws."""
+    """Prints the table of the recipes that have been run and whether the criteria are met, and draws."""
     found = {recipe: runs for recipe in plan.methods if (runs := outcomes(recipe, plan))}
     missing = [recipe for recipe in plan.methods if recipe not in found]
     if missing:

@@ -3,8 +3,8 @@
     pip install torch transformers
     python benchmarks/torch_llama.py --embed_dim=256 --num_layers=6 --dtype=bfloat16 --steps=20
 
-Has the flags and the line of JSON of `bare_llama.py`: random weights and tokens, AdamW, and a global-norm
-clip. bfloat16 means autocast over float32 weights, the usual recipe in PyTorch; with
+Takes the flags of `bare_llama.py` and prints its line of JSON: random weights and tokens, AdamW, and a
+global-norm clip. bfloat16 means autocast over float32 weights, the usual recipe in PyTorch; with
 `--param_dtype=bfloat16`, weights and moments are in bfloat16 too, for models that do not fit otherwise.
 `--compile` compiles each block and the loss with `torch.compile`; `--fp8` takes torchao's FP8 in the blocks
 (dynamic tensor-wise scales). The default sizes take 100 seconds of CPU time.

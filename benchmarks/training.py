@@ -22,7 +22,7 @@ from maxlp.parallel.sharding import batch_sharding
 from maxlp.planning import topologies
 from maxlp.run.experiment import Experiment
 
-# Random text is read from nowhere, and no step measures the statistics of its tensors.
+# Without files to read, and without statistics of each tensor, which would add to the time of a step.
 RANDOM_TEXT = {"data.source": "random", "data.tokenizer": "random", "spikes.statistics": False}
 
 
@@ -106,7 +106,7 @@ class CompiledRun:
       graphdef: the structure of the model.
       abstract: the training state as shapes, dtypes and shardings.
       step: (state, batch) to (state, metrics), compiled; the state is donated.
-      compile_seconds: how long tracing and compiling took; and the first steps, once they ran.
+      compile_seconds: of tracing and compiling, and after `time_steps` also of the first steps.
     """
 
     def __init__(self, run: Experiment):
@@ -120,12 +120,12 @@ class CompiledRun:
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
-        """Those of the step: with delayed scales one for the first step, and one for the others."""
+        """The step's programs: with delayed scaling one for the first step, and one for the others."""
         return (self.step.cold, self.step.warm) if self.run.settings.starts_cold else (self.step,)
 
     @property
     def program(self) -> jax.stages.Compiled:
-        """The one that ran last."""
+        """The program that ran last."""
         return self.step.last if self.run.settings.starts_cold else self.step
 
     def initial_state(self) -> State:
@@ -135,13 +135,14 @@ class CompiledRun:
     def time_steps(
         self, batch: dict[str, jax.Array], steps: int, seconds: float = float("inf")
     ) -> tuple[list[float], dict[str, jax.Array]]:
-        """The seconds of each step on the same batch, and the last one's metrics.
-
-        A first step, with two programs a first step of either, is not among them.
+        """Times steps on one batch, after a first step of each program, which counts as compilation.
 
         Args:
-          steps: how many at most.
-          seconds: no step begins later than this, except the first three.
+          steps: the largest number of timed steps.
+          seconds: from three steps on, no other begins once their sum reaches this.
+
+        Returns:
+          the seconds of each timed step, and the metrics of the last one.
         """
         state, taken = self.initial_state(), []
         jax.block_until_ready((state, batch))
@@ -162,9 +163,9 @@ def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 def matmul_types(hlo: str) -> Counter[str]:
-    """The matmuls of an optimized program by the dtypes of their operands: {"f8e4m3fn·f8e4m3fn": 3}.
+    """The number of matmuls in an optimized program by the dtypes of their operands: {"bf16·bf16": 3}.
 
-    Those of a loop's body count once.
+    A matmul in the body of a loop counts once.
     """
     types = dict(re.findall(r"%([\w.-]+) = \(?(\w+)\[", hlo))
     found: Counter[str] = Counter()

@@ -1,15 +1,15 @@
 r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
     python -m benchmarks.accelerator --list
-    python -m benchmarks.accelerator --minutes=10   # what 10 minutes give: checks, 8B
-    python -m benchmarks.accelerator                # continues: about 50 minutes in all
-    python -m benchmarks.accelerator --report       # the tables, also of a part
+    python -m benchmarks.accelerator --minutes=10   # what fits in 10 minutes: checks, 8B
+    python -m benchmarks.accelerator                # the rest: about 50 minutes in all
+    python -m benchmarks.accelerator --report       # the tables of what has been measured
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to the folder --out
 ("results" by default) with its rows, the versions, the device, its clocks, the command and the commit
-(without git: $GIT_COMMIT). A piece whose file is there is not repeated (--again does), even if it failed;
-one that was interrupted continues after its last row. What the pieces print is in PIECE.log. Compiled
-programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
+(without git: $GIT_COMMIT). A piece whose file exists is not repeated, even if it failed, unless --again is
+given; one that was interrupted continues after its last row. What the pieces print is in PIECE.log.
+Compiled programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
 Uses one GPU or TPU, and compares with PyTorch on it if that can be imported. On a CPU, or with --tiny, the
 sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
       function: "module:function" in `PACKAGE`, which takes a `results.Result`.
       minutes: expected on an H200; not yet measured.
       limit: minutes after which it is stopped.
-      shares: it starts processes that use the device, so it must leave them the memory.
+      shares: whether it starts processes that use the device, to which it must leave the memory.
     """
 
     name: str
@@ -72,7 +72,7 @@ PIECES = [
         "smoke", "checks:smoke", 1, 4, "debug Llama and CLIP train, are killed, resume bit-exactly", True
     ),
     Piece("torch_8b_bf16", "training_runs:torch", 2, 6, "the same in PyTorch, bfloat16", True),
-    Piece("quantizers", "tables:quantizers", 0.5, 4, "what the quantizers reach of the copy bandwidth"),
+    Piece("quantizers", "tables:quantizers", 0.5, 4, "bandwidth of the quantizers relative to a copy"),
     Piece("attention", "tables:time_attention", 1.5, 8, "attention kernels, forward and backward"),
     Piece("8b_int8", "training_runs:train", 2, 8, "Llama 8B in int8 (SwitchBack)"),
     Piece("matmuls", "tables:matmuls", 4, 8, "matmuls, layers and SwiGLU blocks, by recipe"),
@@ -118,8 +118,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the pieces and stop")
     parser.add_argument("--report", action="store_true", help="print the tables of the results and stop")
     parser.add_argument("--only", default="", help="pieces, separated by commas")
-    parser.add_argument("--again", action="store_true", help="repeat pieces whose file is there")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="of all pieces together")
+    parser.add_argument("--again", action="store_true", help="repeat pieces whose file exists")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="time limit of all pieces together"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, as on a CPU")
     args = parser.parse_args()
     args.only = args.only.split(",") if args.only else names
@@ -165,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table_of(name: str, result: dict[str, Any]) -> str:
-    """The table of a piece. Whatever is wrong with it, the next pieces are measured."""
+    """The table of a piece, or why there is none: an error in it must not stop the next pieces."""
     try:
         return report.section(name, {name: result})
     except Exception as error:
@@ -178,28 +180,30 @@ def is_finished(result: dict[str, Any], device: dict[str, Any]) -> bool:
 
 
 def find_device(tiny: bool) -> dict[str, Any]:
-    """The device that the pieces will find, and whether sizes are tiny."""
+    """The device that the pieces will use, and whether their sizes are tiny."""
     command = [sys.executable, "-m", "benchmarks.accelerator.device"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(shares=True), stdout=subprocess.PIPE, text=True
     )
     if done.returncode:
-        sys.exit("JAX finds no device here; its message is above")
+        sys.exit("JAX finds no device; its error is above")
     device = json.loads(done.stdout.splitlines()[-1])
     on_cpu = device["platform"] == "cpu"
     if on_cpu and not tiny and not os.environ.get("JAX_PLATFORMS") and shutil.which("nvidia-smi"):
-        sys.exit("nvidia-smi is here, but JAX finds no GPU; its message is above (--tiny uses the CPU)")
+        sys.exit(
+            "nvidia-smi is installed, but JAX finds no GPU; its warning is above (--tiny uses the CPU)"
+        )
     return device | {"tiny": tiny or on_cpu}
 
 
 def environment(shares: bool) -> dict[str, str]:
-    """The environment of a piece; what the user has set stays."""
+    """The environment of a piece, in which variables that the user has set keep their values."""
     own = os.environ
     paths = [
         ROOT,
-        ROOT / "benchmarks",
+        ROOT / "benchmarks",  # whose files import each other by file name
         *filter(None, [own.get("PYTHONPATH")]),
-    ]  # whose files import each other
+    ]
     return {
         "JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "maxlp" / "xla"),
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
@@ -211,7 +215,7 @@ def environment(shares: bool) -> dict[str, str]:
 
 
 def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
-    """Runs a piece until it ends or its time is over, and completes its file."""
+    """Runs a piece, kills it at its time limit, and adds status, duration and clocks to its file."""
     arguments = [piece.name, f"{PACKAGE}.{piece.function}", str(folder.absolute()), f"{seconds:.0f}"]
     command = [sys.executable, "-m", "benchmarks.accelerator.piece", *arguments]
     file, log = path(folder, piece.name), folder / f"{piece.name}.log"
@@ -230,8 +234,8 @@ def run_piece(piece: Piece, folder: Path, seconds: float) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    nothing = {"status": RUNNING, "piece": piece.name, "device": load(folder / "device.json"), "rows": []}
-    result = load(file) or nothing
+    no_result = {"status": RUNNING, "piece": piece.name, "device": load(folder / "device.json"), "rows": []}
+    result = load(file) or no_result
     if stopped and seconds < 60 * piece.limit:
         result |= {"status": INTERRUPTED, "error": NO_TIME}
     elif stopped or process.returncode < 0 or result["status"] == RUNNING:

@@ -1,4 +1,4 @@
-"""Is it right on this device? Training that is killed and resumed, and kernels against the CPU's."""
+"""Are results right on this device? Runs that are killed and resumed, and kernels compared with the CPU."""
 
 import functools
 import math
@@ -32,15 +32,16 @@ from tests.run_outputs import checkpoint, records
 from tests.training_runs import SMALL
 
 ROOT = Path(__file__).parents[2]
-# Outputs and gradients are rounded to bfloat16 (2^-9 of a value at most), and so are the probabilities and
-# the gradients of the logits that they are made of; the norm of the error stays below four times that.
+# Outputs and gradients are rounded to bfloat16, which changes a value by at most 2^-9 of it, and so are the
+# probabilities and the gradients of the logits that they are computed from; the norm of the error stays
+# below four times that.
 TOLERANCE = 2.0**-7
 
 # --- training -------------------------------------------------------------------------------------------
 
-STEPS, EVERY = 400, 100  # updates, and updates between checkpoints: some seconds of a GPU's time
-# XLA's deterministic kernels: without them, sums by atomics differ from run to run. XLA then measures no
-# kernels, and finds no tile sizes for matmuls in Triton; cuBLAS takes all of them.
+STEPS, EVERY = 400, 100  # of a run, and between checkpoints: a few seconds on a GPU
+# Without deterministic kernels, sums by atomics differ from run to run. With them XLA does not autotune,
+# and has no tile sizes for matmuls in Triton, so cuBLAS computes all of them.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_enable_triton_gemm=false"
 COMMON = [
     f"--config.train.total_steps={STEPS}",
@@ -48,7 +49,7 @@ COMMON = [
     "--config.train.eval_every=0",
     "--config.train.eval_batches=2",
 ]
-DEBUG = {  # configs that train without any files
+DEBUG = {  # configs that need no files
     "llama": ["--config=configs/llama/debug.py", "--config.data.source=stdlib?validation=0.002"],
     "clip": ["--config=configs/clip/debug.py"],
 }
@@ -80,7 +81,7 @@ def smoke(out: Result) -> None:
         for family, run in runs.items():
             try:
                 out.add(run=family, **run.result())
-            except Exception as error:  # leaves the other run
+            except Exception as error:  # the other run is still checked
                 traceback.print_exception(error)
                 out.add(run=family, equal=False, error=" ".join(str(error).split())[:300])
     if wrong := [row.get("error", f"{row['run']} differs") for row in out.rows if not row["equal"]]:
@@ -88,7 +89,7 @@ def smoke(out: Result) -> None:
 
 
 def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
-    """Whether a killed run ends with the records and the checkpoint of a whole one, to the bit."""
+    """Whether a killed and resumed run ends with the records and the checkpoint of an uninterrupted one."""
     every, steps = (EVERY // 3, STEPS // 3) if tiny else (EVERY, STEPS)
     short = [f"--config.train.total_steps={steps}", f"--config.checkpoint.every_steps={every}"]
     options = [*(TINY if tiny else DEBUG)[family], *COMMON, *short]
@@ -105,7 +106,7 @@ def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
     output = finish(begin(killed, options), killed)
     loss = [record["train/loss"] for record in records(whole) if "train/loss" in record]
     if "resuming at step" not in output:
-        raise AssertionError(f"{family}: the killed run started anew: {last_line(killed)}")
+        raise AssertionError(f"{family}: the killed run did not resume: {last_line(killed)}")
     return {
         "equal": records(killed) == records(whole)
         and checkpoint(killed, steps) == checkpoint(whole, steps),
@@ -116,14 +117,18 @@ def resumed(family: str, folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def begin(workdir: Path, options: list[str]) -> subprocess.Popen:
-    """Starts a run. It writes to a file: while nobody reads a pipe, a compiler's warnings could fill it."""
+    """Starts a run with its output in a file: a compiler's warnings could fill a pipe that nobody reads."""
     command = [sys.executable, "-m", "maxlp.train", f"--workdir={workdir}", *options]
     with output_file(workdir).open("w") as output:
         return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen, workdir: Path) -> str:
-    """What a run has printed when it has ended."""
+    """Waits for a run; returns what it has printed.
+
+    Raises:
+      AssertionError: it ended with another exit code than 0.
+    """
     if process.wait():
         print(output_file(workdir).read_text(errors="replace"))
         raise AssertionError(f"maxlp.train failed: {last_line(workdir)}")
@@ -141,13 +146,13 @@ def last_line(workdir: Path) -> str:
 
 # --- kernels and recipes --------------------------------------------------------------------------------
 
-# Otherwise XLA compiles and times dozens of Triton kernels for each of these small matmuls, some minutes of
-# work for the CPU. (It compares those that it tries for training with cuBLAS.)
+# Otherwise XLA compiles and times dozens of Triton kernels for each of these small matmuls, which takes the
+# CPU minutes. (When XLA autotunes a train step, it checks each Triton kernel against cuBLAS.)
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def kernels(out: Result) -> None:
-    """Outputs and gradients of attention and of every recipe's matmuls, compared with the CPU's."""
+    """Compares outputs and gradients of attention and of every recipe's matmuls with the CPU's."""
     if (platforms := jax.config.jax_platforms) and "cpu" not in platforms:
         jax.config.update("jax_platforms", f"{platforms},cpu")
     here, cpu = jax.devices()[0], jax.devices("cpu")[0]
@@ -167,10 +172,10 @@ def kernels(out: Result) -> None:
 def compare(
     out: Result, reference: list[np.ndarray], compute: Callable[[], list[np.ndarray]], **row: Any
 ) -> None:
-    """Adds a row with the error of what this device computes; infinite if it refuses."""
+    """Adds a row with the error of what this device computes; infinite if it raises an exception."""
     try:
         out.add(**row, error=error(compute(), reference))
-    except Exception as reason:  # leaves the others
+    except Exception as reason:  # the others are still checked
         traceback.print_exception(reason)
         refused = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
         out.add(**row, error=math.inf, refused=refused[:300])
@@ -204,6 +209,6 @@ def multiply(recipe: precision.Recipe, device: jax.Device) -> list[np.ndarray]:
 
 
 def error(got: list[np.ndarray], reference: list[np.ndarray]) -> float:
-    """The largest ‖got - reference‖ / ‖reference‖ of the arrays; NaN if there is any."""
+    """The largest ‖got - reference‖ / ‖reference‖ of the arrays; NaN if an array contains NaN."""
     pairs = zip(got, reference, strict=True)
     return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs]))

@@ -23,7 +23,7 @@ STEPS, VALIDATION_BATCHES = 400, 32
 REAL_TEXT = {
     "data.source": "stdlib",
     "data.tokenizer": "bpe:32000",
-    "data.batch_size": 64,  # × 256 tokens: 6.5 million in all, about what the library has
+    "data.batch_size": 64,  # × 256 tokens: 6.5 million in all, about as many as the standard library has
     "data.shuffle_tokens": 2**22,
     "optimizer.warmup_steps": STEPS // 10,
     "train.total_steps": STEPS,
@@ -35,7 +35,7 @@ TINY = {"train.total_steps": 4, "optimizer.warmup_steps": 1, "data.source": "std
 
 
 def fidelity(out: Result) -> None:
-    """Trains every variant from the same weights on the same batches, as far as time goes."""
+    """Trains every variant from the same weights on the same batches, as long as time is left."""
     base = tiny_config.get_config() if out.tiny else make_config(out.name.removeprefix("fidelity_"))
     chosen = variants(base)
     if out.tiny:

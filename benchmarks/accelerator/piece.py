@@ -45,9 +45,9 @@ def main() -> int:
 
 
 def end_with(campaign: int) -> None:
-    """Ends this piece and what it has started once the process that started it has ended, however it did.
+    """Kills this piece and its child processes when the process that started it has ended, in any way.
 
-    It would keep the device, and measure at the same time as the next one.
+    Otherwise it would keep the device, and disturb the measurements of the next piece.
     """
     while os.getppid() == campaign:
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The tables of a campaign, as Markdown, from whatever part of its results there is."""
+"""The tables of a campaign in Markdown, from all results that there are so far."""
 
 import math
 import re
@@ -20,10 +20,10 @@ class Target(NamedTuple):
     """A number to reach.
 
     Attributes:
-      value: of the results; None if it was not measured.
-      bound: the number to reach: the least value, or with `at_most` the largest.
-      device: a part of the device's name for which it is meant; "" for all, tiny sizes too.
-      piece: the one of whose rows this is the worst, and which may not have all of them yet.
+      value: the number in the results; None if it was not measured.
+      bound: the smallest value that meets the target, or with `at_most` the largest.
+      device: part of the name of the device that the target is for; "" for any device and any sizes.
+      piece: the value is the worst of this piece's rows, so it is final only once the piece is done.
     """
 
     what: str
@@ -50,7 +50,7 @@ def mfu_bf16(results: Results) -> float | None:
 
 
 def slowest_quantizer(results: Results) -> float | None:
-    """One that is refused reaches nothing."""
+    """The smallest share of the copy bandwidth; 0 for a recipe that failed."""
     found = (row.get("share", 0.0) for row in rows(results, "quantizers") if "recipe" in row)
     return min(found, default=None)
 
@@ -111,7 +111,7 @@ def targets(results: Results) -> str:
 
 
 def render(results: Results) -> str:
-    """All tables, the targets first; of the device that was measured last, with which others do not mix."""
+    """All tables, the targets first: only of the device that was measured last."""
     if not results:
         return "nothing is measured yet"
     everything, newest = results, max(results.values(), key=lambda result: result.get("start", ""))
@@ -139,7 +139,7 @@ def render(results: Results) -> str:
 
 
 def others(results: Results, title: str) -> Results:
-    """What a section compares its own pieces with."""
+    """Results of other pieces that a section needs."""
     return results if title == "Predictions" else {}
 
 
@@ -150,7 +150,7 @@ def section(name: str, results: Results) -> str:
 
 
 def commits(results: Results) -> str:
-    """Of all results, which several calls may have measured; the first digits of each, and -dirty."""
+    """The abbreviated commits (with -dirty) of all results, which several calls may have measured."""
     found = dict.fromkeys(result.get("commit") or "unknown" for result in results.values())
     return ", ".join(re.sub(r"^(\w{12})\w+", r"\1", commit) for commit in found)
 
@@ -299,7 +299,7 @@ def fidelity(results: Results) -> str:
 
 
 def clocks(results: Results) -> str:
-    """The GPU's clock in each piece while it was busy: pieces at different clocks cannot be compared."""
+    """The GPU's clock in each piece while busy: speeds at different clocks cannot be compared."""
     lines = []
     for name, result in results.items():
         if not (samples := result.get("clocks")):

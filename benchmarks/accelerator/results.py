@@ -1,6 +1,6 @@
 """The results of the pieces: one JSON file each.
 
-It is rewritten after every row, so that a piece that is stopped leaves what it has measured.
+The file is replaced after every row, so that a piece that is stopped leaves what it has measured.
 """
 
 import datetime
@@ -17,15 +17,15 @@ from maxlp.runtime.files import read_json, write_json
 
 RUNNING, DONE, LEFT_OUT, FAILED = "running", "done", "left out", "failed"
 INTERRUPTED = "interrupted"  # for lack of time; another call continues after its last row
-NO_TIME = "no time was left"  # why it was
+NO_TIME = "no time was left"  # the "error" of an interrupted piece
 
 
 class LeftOut(Exception):
-    """This machine cannot do the piece, such as PyTorch without PyTorch; that is no failure."""
+    """This machine cannot run the piece, for example because PyTorch is missing; that is not a failure."""
 
 
 class OutOfTime(Exception):
-    """The next row would not be finished in time; another call continues with it."""
+    """The next row would not be finished in time; another call begins with it."""
 
 
 class Result:
@@ -33,7 +33,7 @@ class Result:
 
     Attributes:
       name: of the piece.
-      folder: with the results of all pieces.
+      folder: of the results of all pieces.
       device: as in `__main__.find_device`.
       tiny: whether the sizes only check that everything runs.
       rows: the measurements, each a dictionary of plain values.
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def seconds_left(self) -> float:
-        """Until the piece is stopped."""
+        """Seconds until the piece is stopped."""
         return self._end - time.monotonic()
 
     def add(self, **values: Any) -> None:
@@ -72,7 +72,8 @@ class Result:
     def measure(self, function: Callable[[], dict[str, Any]], **names: Any) -> dict[str, Any]:
         """Adds and returns a row: its names and what a function measures, or else the function's error.
 
-        An error leaves the other rows. A row of these names that an interrupted attempt has is taken over.
+        An error does not stop the other rows. If an interrupted attempt has a row with these names, it is
+        added instead.
         """
         row = next((row for row in self._earlier if row.items() >= names.items()), None)
         if row is None:
@@ -102,7 +103,7 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def is_unfinished(result: dict[str, Any]) -> bool:
-    """Whether a result is of an attempt that was interrupted."""
+    """Whether the attempt that wrote a result was interrupted, or killed while it ran."""
     return result.get("status") in (RUNNING, INTERRUPTED)
 
 
@@ -115,5 +116,5 @@ def rows_of_the_same(result: dict[str, Any], header: dict[str, Any]) -> list[dic
 
 
 def is_of(result: dict[str, Any], device: dict[str, Any]) -> bool:
-    """Whether a result is of such a device and of these sizes."""
+    """Whether a result was measured on this kind of device, with sizes that are as tiny or full."""
     return all(result["device"][key] == device[key] for key in ("platform", "kind", "tiny"))

@@ -1,6 +1,6 @@
 """Single operations: quantizers, attention, matmuls and layers by recipe, and the contrastive loss.
 
-Each achieved rate comes with its share of what this device reaches in a plain copy or a plain matmul.
+Each achieved rate is also given as a share of what this device reaches in a plain copy or a plain matmul.
 """
 
 import dataclasses
@@ -29,11 +29,11 @@ from maxlp.precision.dot import QuantDot, quantize
 from maxlp.run.settings import read
 
 KERNEL_AXIS = (((1,), (0,)), ((), ()))
-ROUND = 0.02  # seconds of calls between two looks at the clock: some dozens of the shortest
+ROUND = 0.02  # seconds of calls between two readings of the clock: dozens of the shortest calls
 
 
 def median_seconds(function: Callable[..., Any], *args: Any, rounds: int = 7) -> float:
-    """Seconds of one call of a compiled function, of which many are dispatched at a time."""
+    """Median seconds of a call of a compiled function, from rounds of many calls without waiting."""
     jax.block_until_ready(function(*args))
     start = time.perf_counter()
     jax.block_until_ready(function(*args))
@@ -49,7 +49,7 @@ def median_seconds(function: Callable[..., Any], *args: Any, rounds: int = 7) ->
 
 
 def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """(gradient of the result, *arguments) to the result and the gradients of the arguments."""
+    """A function of (gradient of the result, *arguments): the result and the arguments' gradients."""
 
     def both(g, *args):
         y, pull = jax.vjp(function, *args)
@@ -63,7 +63,7 @@ def compiled(function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
 
 
 def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Random values: with constant operands a GPU needs less power and runs faster than in training."""
+    """Random values; with constant ones a GPU draws less power, and so runs faster than in training."""
     return jax.random.normal(jax.random.key(len(shape)), shape, dtype)
 
 
@@ -71,18 +71,22 @@ def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def copy_bandwidth(tiny: bool) -> dict[str, float]:
-    """Of a copy, read and written."""
+    """Bytes per second that a copy reads and writes, together."""
     x = normal(2**16 if tiny else 2**29)  # 1 GiB
     return {"bytes_per_second": 2 * x.nbytes / median_seconds(compiled(jnp.negative, x), x)}
 
 
 def measure_square(out: Result) -> float:
-    """FLOP/s of a square matmul."""
+    """Measures a square matmul in bfloat16, in FLOP/s."""
     return reference(out, matmul_rate, "matmul 8192³, bfloat16")["flops"]
 
 
 def reference(out: Result, measure: Callable[[bool], dict[str, float]], what: str) -> dict[str, Any]:
-    """The row that the others of a piece are compared with, and without which it fails."""
+    """Measures the row to which the others of a piece are relative.
+
+    Raises:
+      RuntimeError: it cannot be measured, and so the piece fails.
+    """
     row = out.measure(functools.partial(measure, out.tiny), what=what)
     if "error" in row:
         raise RuntimeError(f"{what}: {row['error']}")
@@ -104,7 +108,7 @@ def multiply(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
 
 
 def quantizers(out: Result) -> None:
-    """Each kind of scale on an activation: bytes that must move at least, over time."""
+    """Quantizes an activation with each kind of scale: the bytes that it must move at least, per second."""
     bandwidth = reference(out, copy_bandwidth, "copy")["bytes_per_second"]
     tokens, width = (256, 128) if out.tiny else (16384, 14336)
     x, history = normal(tokens, width), jnp.float32(4.0)
@@ -126,7 +130,7 @@ def in_training(name: str) -> Recipe:
 
 
 def quantize_input(recipe: Recipe, x: jax.Array, delayed_amax: jax.Array) -> Any:
-    """What a layer makes of its input; delayed scales also need its largest magnitude."""
+    """Quantizes an input as a layer does; with delayed scales it also computes the largest magnitude."""
     assert recipe.fwd is not None
     values = quantize(recipe, recipe.fwd[0], x, (1,), delayed_amax)
     return (values, jnp.max(jnp.abs(x))) if recipe.fwd[0].delayed else values
@@ -136,7 +140,11 @@ def quantize_input(recipe: Recipe, x: jax.Array, delayed_amax: jax.Array) -> Any
 
 
 class Case(NamedTuple):
-    """Attention of one layer; rows hold this many documents of about equal length, 0 for no segment ids."""
+    """Attention of one layer.
+
+    Attributes:
+      documents: of about equal length in each row; 0 for no segment ids.
+    """
 
     name: str
     batch: int
@@ -166,7 +174,7 @@ def attention_cases(small: bool) -> list[Case]:
 
 
 def attention_kernels(case: Case) -> Iterator[str]:
-    """The kernels that take the case on this device; xla where its probabilities are not gigabytes."""
+    """The kernels that support a case on this device; ``xla`` only if its probabilities fit in memory."""
     device = jax.devices()[0]
     mesh = sharding.make_mesh(devices=[device])
     use = attention.Use(
@@ -240,7 +248,7 @@ GEMM_RECIPES = "bf16", "fp8_current", "int8_all"  # one of each kind of operands
 
 
 def matmuls(out: Result) -> None:
-    """The three matmuls of each layer alone; then layers and SwiGLU blocks with their quantization."""
+    """Times each layer's three matmuls alone, then layers and SwiGLU blocks with their quantization."""
     rate = measure_square(out)
     shapes = TINY_SHAPES if out.tiny else SHAPES
     for where, size in shapes.items():
@@ -292,9 +300,11 @@ def gemm(recipe: Recipe, which: str, tokens: int, inputs: int, outputs: int) -> 
 
 
 def linear(recipe: Recipe) -> tuple[Callable[..., Any], nnx.State]:
-    """Forward and backward of one linear layer, (state, gradient, input, kernel) to (results, new state).
+    """Forward and backward pass of one linear layer, and its initial state.
 
-    And the state. Without the new one XLA would leave out the amaxes that delayed scales keep.
+    The function takes (state, gradient of the output, input, kernel), and returns ((output, gradients of
+    input and kernel), new state). Without the new state XLA would leave out the amaxes that delayed scaling
+    records.
     """
     structure, state = nnx.split(QuantDot(recipe))
 
@@ -339,7 +349,7 @@ def swiglu(recipe: Recipe, tokens: int, width: int, hidden: int) -> Work:
 
 
 def contrastive(out: Result) -> None:
-    """The loss and its gradients: all logits, and tiles of them."""
+    """Times the loss and its gradients, with all logits at once and in tiles."""
     for pairs in (256,) if out.tiny else (32768, 131072):
         for width in (64,) if out.tiny else (512, 1024):
             for method in ("plain", "tiled") if pairs <= 32768 else ("tiled",):

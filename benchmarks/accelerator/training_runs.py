@@ -33,10 +33,10 @@ class Run(NamedTuple):
     """A training run.
 
     Attributes:
-      model: of `make_config`.
+      model: a key of `PRESETS`, or one of the sizes in `make_config`.
       batch: sequences or pairs.
-      tokens: in a sequence; 0 for CLIP.
-      choices: argument of the preset.
+      tokens: of a sequence; 0 for CLIP.
+      choices: the preset's argument, as after the colon of --config.
     """
 
     model: str
@@ -116,16 +116,17 @@ def make_config(run: Run, tiny: bool) -> ConfigDict:
 
 
 def predict(out: Result) -> None:
-    """For every run the settings that the planner chooses, and their time and memory."""
+    """Records the settings that the planner chooses for every run, with their predicted time and memory."""
     for name in RUNS:
         out.add(run=name, candidates=list(itertools.islice(candidates(name, out), 1)))
 
 
 def candidates(name: str, out: Result) -> Iterator[dict[str, Any]]:
-    """The fastest settings that fit, with the batch, recipe and loss of the run.
+    """Settings to try, with the run's batch, recipe and loss: changes, predicted peak (bytes) and seconds.
 
-    Then, in case that they do not fit after all, up to two others that need a fifth less memory each; tiny
-    ones fit. Each is searched for when it is asked for, which takes seconds.
+    First the fastest that fit by prediction; then, because the prediction may be too low, up to two others,
+    each with at most 85 % of the memory of the one before. Tiny runs have one candidate. A generator,
+    because each search takes seconds.
     """
     s, one = read(make_config(RUNS[name], out.tiny)), topology(out.device)
     fixed = {"precision.recipe", "data.batch_size", "loss.method"}
@@ -140,7 +141,7 @@ def candidates(name: str, out: Result) -> Iterator[dict[str, Any]]:
 
 
 def topology(device: dict[str, Any]) -> topologies.Topology:
-    """One device like this one, with its memory; of an unknown kind, or of a CPU, one H200."""
+    """A topology of one device like this one, with its memory; one H200 for an unknown kind or a CPU."""
     known = {chip.kind: name for name, chip in topologies.CHIPS.items()}
     name = known.get(device["kind"], "h200")
     one = topologies.parse(f"{name}:{'x'.join('1' * (topologies.CHIPS[name].torus or 2))}")
@@ -152,7 +153,7 @@ def topology(device: dict[str, Any]) -> topologies.Topology:
 
 
 def train(out: Result) -> None:
-    """Times the train step of `RUNS` with the name of the piece, as `maxlp.train` compiles it."""
+    """Times the train step of the run in `RUNS` that has the piece's name, as `maxlp.train` compiles it."""
     found = load(path(out.folder, "predict"))
     rows = found["rows"] if found and is_of(found, out.device) else []
     predicted = next((row["candidates"] for row in rows if row["run"] == out.name), [])
@@ -162,7 +163,7 @@ def train(out: Result) -> None:
     for choice in itertools.chain(predicted, others):
         try:
             row = measure(search.changed(s, choice["changes"]))
-        except jax.errors.JaxRuntimeError as error:  # out of memory has several names
+        except jax.errors.JaxRuntimeError as error:  # backends report out of memory by different messages
             traceback.print_exception(error)
             row = {"refused": " ".join(str(error).split())[:300]}
         named = {"flags": " ".join(search.flags(choice["changes"]))}
@@ -176,7 +177,7 @@ def train(out: Result) -> None:
 
 
 def measure(s: Settings) -> dict[str, Any]:
-    """The time and memory of a step; {"refused": why} if its program needs more memory than there is."""
+    """Time, memory and matmuls of a step; {"refused": why} if it needs more memory than the device has."""
     device = jax.devices()[0]
     before = peak_bytes(device)
     compiled = CompiledRun(resolve_settings(s, [device]))
@@ -213,7 +214,7 @@ def measure(s: Settings) -> dict[str, Any]:
 
 
 def peak_bytes(device: jax.Device, before: int | None = None) -> int | None:
-    """The most memory that was in use; None if that is unknown, or was so before, by a run that failed."""
+    """The peak memory of this process in bytes; None if unknown, or if it is still that of ``before``."""
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak == before else peak
 
