@@ -8,7 +8,7 @@ die() { # MESSAGE: reports a user error, exit code 2
   exit 2
 }
 
-whole_number() { # NAME=VALUE: refuses others, and those with a zero in front, which would be octal
+whole_number() { # NAME=VALUE: dies unless VALUE is a whole number without leading zeros (bash reads those as octal)
   [[ ${1#*=} =~ ^(0|[1-9][0-9]*)$ ]] || die "$1 is not a whole number"
 }
 
@@ -18,7 +18,7 @@ usage() { sed -n '2,/^[^#]/{ /^# shellcheck/d; s/^#$//p; s/^# //p; }' "$1"; } # 
 # recur, 130 Ctrl-C. Anything else is a failed process, or 75: a checkpoint was saved because of SIGTERM.
 restartable() { case $1 in 0 | 2 | 130) return 1 ;; esac }
 
-free_port() { # below 30000, outside the range from which systems assign ports
+free_port() { # prints a free port below 30000, outside the range from which systems assign ports
   local port
   while port=$((10000 + RANDOM % 20000)) && (exec 4<>"/dev/tcp/localhost/$port") 2>/dev/null; do :; done
   echo "$port"

@@ -40,7 +40,7 @@ on_hosts() { # all|0 COMMAND
   run_or_print gcloud compute tpus tpu-vm ssh "$name" "${gcloud[@]}" --worker="$1" --command="$2"
 }
 
-launcher='-F run.pid -f local_multiprocess.sh' # for pgrep; by now another process may have that number
+launcher='-F run.pid -f local_multiprocess.sh' # for pgrep: the number in run.pid may belong to another process by now
 case $action in
   install)
     archive=$(mktemp "${TMPDIR:-/tmp}/maxlp.XXXXXX")

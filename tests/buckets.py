@@ -16,7 +16,7 @@ BUCKET = "bucket"
 
 
 class Server(NamedTuple):
-    """An empty bucket, and the environment that leads every client to it."""
+    """An empty bucket, and the environment variables with which every client finds it."""
 
     url: str
     environment: dict[str, str]
@@ -51,7 +51,7 @@ def gcs() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def s3() -> Iterator[Server]:
-    """In a process of its own: with several clients it is busy."""
+    """Runs moto in a process of its own, so that it does not compete with the test for Python's lock."""
     command = [sys.executable, "-c", MOTO, BUCKET]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:

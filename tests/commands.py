@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "evaluate", "generate", "plan", "report", "prepare", "convert", "lab")
-# What commands import only when they need it, at the cost of the first case that does.
+# Modules that commands import only when they need them: imported in advance, they cost no case its time.
 LATE = (
     *("orbax.checkpoint.experimental.v1", "orbax.checkpoint", "pyarrow.parquet", "sentencepiece"),
     "tensorflow_datasets",
@@ -40,7 +40,7 @@ LATE = (
         "maxlp.data.readers.jsonl",
     ),
 )
-WALL_LIMIT = 60.0  # seconds, for a command that waits; the CPU time is what is judged
+WALL_LIMIT = 60.0  # seconds until a command that waits is killed; tests judge the CPU time
 MEMORY_LIMIT = 12 * 2**30  # bytes of heap; a case that allocates more fails alone
 NOBODY = 65534
 
@@ -56,7 +56,7 @@ class Command(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A command with the folder to run it in, and with what else it meets there."""
+    """A command, the folder to run it in, additional environment variables, and whether root is dropped."""
 
     command: Command
     folder: Path
@@ -83,7 +83,7 @@ def warm_up(*late: str) -> None:
 
 
 def run_all(jobs: Iterator[Job], finished: Callable[[int, Done], None], workers: int) -> None:
-    """Runs jobs, ``workers`` at a time, and reports the end of each with its number.
+    """Runs jobs, ``workers`` at a time, and calls ``finished`` with the number and the end of each.
 
     Args:
       jobs: each is drawn when a worker is free.

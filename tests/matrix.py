@@ -24,35 +24,36 @@ from tests import composition
 STEPS = 3
 # Relative error of losses and gradient norms: sums in another order, in the dtype of the activations.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
-# A quantized value next to a rounding boundary may take its other neighbour, up to 2^-3 of it away in E4M3.
-# In E2M1 the neighbours are four times as far, and in QuEST's uniform grid eight times (1 and 3). The scale
-# of a tensor in nvfp4 comes from its microbatch, so that all of its blocks are rounded differently, and not
-# only values next to a boundary.
+# A value near a rounding boundary may be rounded the other way, which in E4M3 changes it by up to 2^-3 of
+# itself. In E2M1 that is four times as much, and in QuEST's uniform grid eight times (1 or 3). In nvfp4 the
+# scale of a tensor comes from its microbatch, so that all values are rounded differently, not only those
+# near a boundary.
 QUANTIZED_TOLERANCE = 5e-3
-# What a block in 16 bits hands to a quantized one differs between layouts by 2^-11 of a number or more,
-# instead of 2^-24, so that many more values are next to a boundary.
+# The inputs of a quantized block after a block in 16 bits differ between layouts by 2^-11 of a value or
+# more, not by 2^-24, so that many more values may be rounded the other way.
 AFTER_16_BITS_TOLERANCE = 4 * QUANTIZED_TOLERANCE
-# A sample of tokens is another one where the last bit of an input differs: with `keep=0.9` the gradients of
-# kernels have a noise of up to a third of themselves, and their norms differ by a few percent.
+# If the last bit of an input differs, other tokens are sampled: with `keep=0.9` the noise in the gradients
+# of kernels is up to a third of them, and their norms differ by a few percent.
 OTHER_TOLERANCE = {
     "nvfp4": 4 * QUANTIZED_TOLERANCE,
     "quest": 8 * QUANTIZED_TOLERANCE,
     "wta_crs": 20 * QUANTIZED_TOLERANCE,
 }
-# How a gradient is split decides which of its elements share a scale when it is sent in int8. Each is
+# The sharding of a gradient decides which of its elements share a scale when it is sent in int8. Each is
 # rounded by up to half a step of 1/127, or stochastically by up to a step.
 EXCHANGE_TOLERANCE = 2.0**-8
-# By how much errors may grow once features differ by rounding: those of random images and texts nearly
-# coincide, and the contrastive loss sees only how they differ. They differ once parameters do, and in four
-# bits from the first step: the scale of a tensor in nvfp4 is its microbatch's, and in QuEST's grid rounding
-# errors of the inputs decide on enough neighbours to change the norm of the first gradients by 7 %, and of
-# the third by a third, which are not compared.
+# Factor on the tolerance once the features of images and texts differ by rounding. With random data these
+# features are nearly equal, and the contrastive loss depends only on their differences. They are rounded
+# differently from the second step on, when parameters differ, and in 4 bits from the first: in nvfp4
+# because of the microbatches' scales; in QuEST's grid rounding errors of the inputs change so many values
+# that the norm of the first gradients changes by 7 %, and that of the third, which is not compared, by a
+# third.
 GROWTH = {"llama": 1, "clip": 8}
-# Adapters have a twelfth of the gradients (their other half begins at zero), so the roundings of
-# fewer elements cancel in its norm: √12, rounded up to a power of two.
+# Adapters have a twelfth as many gradients that are not zero (those of the other half begin at zero), so
+# that fewer rounding errors average out in the norm: √12, rounded up to a power of two.
 FEW_GRADIENTS = 4
-# An amax is one element, not a sum: that of an output's gradient was computed from operands in E5M2, where
-# an operand next to a rounding boundary takes its other neighbour, 2^-2 of it away.
+# An amax is one element, not a sum. That of an output's gradient is computed from operands in E5M2, where
+# an operand near a rounding boundary may differ by 2^-2 of itself.
 AMAX_TOLERANCE = 2.0**-2
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
 OPTIONS = {"xla_allow_excess_precision": False}
@@ -160,7 +161,7 @@ def check_row(family: str, row: composition.Row, folder: Path) -> None:
         assert not ours.get("skipped", 0)
     ours = jax.device_get(straight["model_state"])
     for errors in (ours, model_state):
-        errors.pop(replicas.ERRORS, None)  # what rounding has lost: any part of a step
+        errors.pop(replicas.ERRORS, None)  # rounding errors: anything up to a step, so not comparable
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=max(20 * rounding, AMAX_TOLERANCE), atol=1e-6),
         ours,

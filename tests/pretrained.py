@@ -19,7 +19,7 @@ TOKENS = 270
 
 
 def write_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Writes the folder; its sizes are those of `fixtures.LLAMA` with these changes.
+    """Writes the folder, and returns it. The model has the sizes of `fixtures.LLAMA` with these changes.
 
     Args:
       seed: of the weights.

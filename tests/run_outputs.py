@@ -1,4 +1,4 @@
-"""What a run left in its workdir, read without the code under test where bits are compared."""
+"""What a run has left in its workdir; arrays are read by Orbax, not by the code under test."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,12 @@ from maxlp.runtime.writers import read_jsonl
 
 
 def losses(workdir: Path) -> dict[int, float]:
+    """The training loss by step."""
     return {r["step"]: r["train/loss"] for r in read_jsonl(workdir / "metrics.jsonl") if "train/loss" in r}
 
 
 def records(workdir: Path) -> list[dict]:
-    """The records of the metrics file without what depends on the clock and the machine."""
+    """The records of the metrics file, without values that depend on the clock or the machine."""
     kept = ("train/", "eval/", "eval_full/")
     return [
         {k: v for k, v in r.items() if k == "step" or k.startswith(kept)}

@@ -40,10 +40,10 @@ def start(
     """Starts a run.
 
     Args:
-      workdir: or its URL.
+      workdir: a folder or a URL.
       options: flags after those of `config`, which they override.
-      devices: simulated ones.
-      command: what takes the flags.
+      devices: number of simulated devices.
+      command: the command line without its flags.
       env: additional environment variables.
     """
     command = [*command, f"--workdir={workdir}", *config, *options]
@@ -54,7 +54,7 @@ def start(
 
 
 def environments(processes: int) -> list[dict[str, str]]:
-    """Variables of each process of a run, by which they find each other on this machine."""
+    """Environment variables for each process of a run in several processes on this machine."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -63,14 +63,14 @@ def environments(processes: int) -> list[dict[str, str]]:
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
-    """The output of a run when it has ended with this exit code."""
+    """Waits for a run; asserts its exit code, and returns its output."""
     out = process.communicate(timeout=300)[0]
     assert process.returncode == code, out
     return out
 
 
 def shown(command: str, *options: str) -> str:
-    """What a command prints."""
+    """Runs a command to its end; returns what it prints."""
     args = [sys.executable, "-m", f"maxlp.{command}", *options]
     done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@
     python -m tools.architecture
 
 Packages stand above what they import, in an order with few crossings (Sugiyama et al. 1981). An arrow that
-follows from others is left out, and imports inside functions do not count.
+other arrows imply is left out, and imports inside functions do not count.
 """
 
 import argparse
@@ -19,9 +19,9 @@ FIGURE = ROOT / "docs" / "figures" / "architecture.svg"
 COMMANDS = "commands"
 FAMILIES = "families"
 
-WIDTH, BOX, LANE = 720, (138, 46), 22  # of the picture, a box, and an arrow that passes a layer (pixels)
+WIDTH, BOX, LANE = 720, (138, 46), 22  # pixels: of the picture, of a box, and for an arrow through a layer
 GAP, LAYER_HEIGHT, MARGIN = 18, 84, 16
-SWEEPS = 24  # of the ordering
+SWEEPS = 24  # passes over the layers that reorder their boxes
 COLORS = {
     COMMANDS: "#fde9c8",
     **dict.fromkeys(("families.llama", "families.qwen3", "families.clip"), "#d9ead3"),
@@ -76,7 +76,7 @@ def imports() -> Graph:
 
 
 def reduced(graph: Graph) -> Graph:
-    """The graph without the arrows that follow from others (transitive reduction)."""
+    """The graph without the arrows that others imply (transitive reduction)."""
 
     @functools.cache
     def reachable(node: str) -> frozenset[str]:
@@ -99,7 +99,7 @@ def rounded_lines(node: str) -> int:
 
 @dataclasses.dataclass(eq=False)
 class Item:
-    """A box, or the place where an arrow passes a layer (without a name).
+    """A box, or, without a name, the place where an arrow passes through a layer.
 
     Attributes:
       below: the items in the next lower layer that arrows lead to.

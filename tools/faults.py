@@ -1,8 +1,8 @@
 """Small mistakes that people make, each with the tests that should notice it; `tools.mutate` tries them.
 
 A fault is a text that occurs exactly once in a file of `maxlp/`, and what replaces it. If the text moves or
-changes, `tests/test_mutate.py` fails: adapt the fault, or replace it by another one of the same kind.
-Its tests are the smallest that suffice.
+changes, `tests/test_mutate.py` fails: update the fault, or replace it by another one of the same kind.
+The tests of a fault are the smallest that notice it.
 """
 
 # ruff: noqa: E501  (quotations of code)
@@ -57,10 +57,10 @@ CORE = [
         "core/test_local_steps.py",
         ("jnp.int32(step % steps == 0)", 'jnp.int32(state["step"] % steps == 0)'),
         ("lambda x: x / x.shape[0], away", "lambda x: x, away"),
-        # Replicas that go on from their own parameters.
+        # Replicas that continue from their own parameters, not from the average.
         ("PerReplica(begun)", "PerReplica(replicas)"),
         ("errors=PerReplica(errors)", "errors=local.errors"),
-        # A mean of the replicas' means.
+        # A mean of the replicas' means instead of a mean over all tokens.
         ("metrics[name] * tokens", "metrics[name]"),
     ),
     *_in(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # isa.sh [PYTEST_ARGUMENT...]: runs the numeric tests as on other CPUs: with older instruction sets, on one
-# core, and with matmuls in one thread. Ends with the number of variants in which a test failed.
+# core, and with matmuls in one thread. The exit code is the number of variants in which a test failed.
 cd "$(dirname "$0")/.." || exit 2
 tests=(tests/{numerics,precision,optim,nn,core,parallel,families})
 python=${PYTHON:-.venv/bin/python}

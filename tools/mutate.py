@@ -35,11 +35,11 @@ import pytest
 from tools.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
-_parsing = threading.Lock()  # CPython's parser can fail when threads take turns in it
+_parsing = threading.Lock()  # CPython's `ast.parse` can fail when several threads run it
 REQUIRED = 0.95  # of the faults
 TIMEOUT = 300.0  # seconds for the tests of one fault
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=--import-mode=importlib")
-# Every test begins in a copy of a process that has imported the libraries, which takes longer than most.
+# Tests run in forks of a process that has imported the libraries; importing takes longer than most tests.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -148,7 +148,11 @@ def _run_pytest(copy: str, tests: list[str]) -> None:
 
 
 def try_fault(fault: Fault, copy: Path) -> tuple[Fault, Outcome, str]:
-    """Runs the tests of a fault in a copy of the tree, which is as before afterwards; adds a detail."""
+    """Runs the tests of a fault in a copy of the tree, and then restores the copy.
+
+    Returns:
+      the fault, what its tests did, and a detail: why it is broken, or its `Fault.why`.
+    """
     if reason := problem(fault, copy):
         return fault, Outcome.BROKEN, reason
     path = copy / "maxlp" / fault.file
@@ -183,8 +187,8 @@ def each(
             yield done.result()
 
 
-def sound_tests(faults: Sequence[Fault], copies: Sequence[Path]) -> str | None:
-    """The output of tests that fail without any fault; None if there are none."""
+def failures_without_faults(faults: Sequence[Fault], copies: Sequence[Path]) -> str | None:
+    """The output of the tests that fail without any fault; None if all pass."""
     tests: dict[str, dict[str, None]] = {}  # by file
     for fault in faults:
         for test in fault.tests if problem(fault) is None else ():
@@ -211,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = dict.fromkeys(Outcome, 0)
     with tempfile.TemporaryDirectory(prefix="maxlp-mutate-") as folder:
         copies = [copy_tree(Path(folder, str(job))) for job in range(flags.jobs)]
-        if failure := sound_tests(faults, copies):
+        if failure := failures_without_faults(faults, copies):
             print(f"error: tests fail without any fault\n{failure}")
             return 2
         for fault, outcome, detail in each(faults, copies, try_fault):

@@ -1,4 +1,4 @@
-"""Runs notebooks from top to bottom and saves them with what they printed and drew.
+"""Runs notebooks from top to bottom and saves them with their outputs.
 
     .venv/bin/python -m tools.run_notebooks colabs/*.ipynb
 
@@ -30,7 +30,7 @@ def main() -> None:
         )
         client.execute()
         install = next(cell for cell in notebook.cells if cell.cell_type == "code")
-        install.outputs = []  # what pip prints is about this machine
+        install.outputs = []  # what pip prints depends on the machine
         nbformat.write(notebook, path)
         print(path)
 

@@ -1,4 +1,4 @@
-"""Pieces of a campaign, good and bad."""
+"""Pieces of a campaign of measurements that succeed, and that fail in different ways."""
 
 import os
 import time

@@ -27,10 +27,10 @@ class Case:
     """A bad input.
 
     Attributes:
-      what: the change, for people.
+      what: the change in words.
       command: the command that must refuse it.
       needs: the valid inputs that the command and the change use.
-      damage: changes their copies.
+      damage: changes the copies of these inputs.
       environment: variables of the command.
       names: the message has to contain one of these: a key, a flag or a file.
       unprivileged: whether the command must not run as root, which permissions do not stop.
@@ -58,14 +58,14 @@ DATA = {
     "clip": ("clip.py", "tokenizer.json", "pictures"),
 }
 RUN = {"llama": "run", "clip": "run_clip"}
-# Of these, `earlier_versions` replaces what had no effect.
+# `earlier_versions` replaces values of these keys that had no effect in older configs.
 UPGRADED = {"precision.min_dim", "spikes.rewind_steps", "spikes.skip_batches", "optimizer.decay_with_clip"}
 UPGRADED |= {"metrics.wandb_group", "metrics.wandb_tags"}
 AS_TRAINED = {"precision", "optimizer", "train"}  # `evaluate` takes these sections from the run
 
 
 def _config_command(rng: random.Random, family: str, *flags: str) -> Command:
-    """A command that reads a config: its mistakes are mistakes in all of them."""
+    """A command that reads the config; any of them must refuse a mistake in it."""
     config = f"--config={family}.py"
     commands = (
         Command("train", (config, "--workdir=new", *flags)),
@@ -86,7 +86,7 @@ FILES_AND_FOLDERS += ("data.classes", "data.templates_file")
 
 
 def config_value(rng: random.Random) -> Case:
-    """A value of a key that it cannot have, by a flag or in the file."""
+    """An invalid value of a key, by a flag or in the file."""
     family = rng.choice(("llama", "clip"))
     key = rng.choice(list(KEYS[family]))
     kind = KEYS[family][key]
@@ -110,7 +110,7 @@ def config_value(rng: random.Random) -> Case:
 
 
 def config_key(rng: random.Random) -> Case:
-    """A key or a section that is missing, added, misspelt or of another kind."""
+    """A key or a section that is missing, added, misspelled or of another kind."""
     family = rng.choice(("llama", "clip"))
     key = rng.choice([key for key in KEYS[family] if key.count(".") == 1])
     section, leaf = key.split(".")
@@ -145,7 +145,7 @@ def config_key(rng: random.Random) -> Case:
 
 
 def config_file(rng: random.Random) -> Case:
-    """A config file that is not one."""
+    """A file that is no valid config file, or an argument that the config does not take."""
     family = rng.choice(("llama", "clip"))
     name = f"{family}.py"
 
@@ -356,7 +356,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ..
 
 
 def flag(rng: random.Random) -> Case:
-    """A flag with a value that it cannot have, misspelt or missing, or a word too many."""
+    """A flag with an invalid value, a misspelled or missing flag, or a superfluous word."""
     name = rng.choice(list(FLAGS))
     module, (args, needs, wrong) = name.split()[0], FLAGS[name]
     draw = rng.random()
@@ -393,7 +393,7 @@ def _flags_of(args: tuple[str, ...]) -> str:
 
 
 def environment(rng: random.Random) -> Case:
-    """Environment variables that describe no cluster."""
+    """Environment variables that do not describe a cluster."""
     group = {"MAXLP_COORDINATOR": "localhost:1", "MAXLP_NUM_PROCESSES": "2", "MAXLP_PROCESS_ID": "0"}
     name, values = rng.choice(
         (
@@ -416,7 +416,7 @@ def environment(rng: random.Random) -> Case:
 
 
 def paths(rng: random.Random) -> Case:
-    """A place that cannot be written or read: no permission, too long a name, a file in the way."""
+    """A path that cannot be written or read: no permission, too long a name, a file in its place."""
     command, needs = rng.choice(
         (
             (("train", ("--config=llama.py", "--workdir={}")), DATA["llama"]),
@@ -460,7 +460,7 @@ def paths(rng: random.Random) -> Case:
 
 
 def spoil(path: Path, how: str, rng_seed: int = 0) -> None:
-    """Replaces a file by something that no reader can take for it."""
+    """Replaces a file by something that every reader must refuse."""
     data, rng = path.read_bytes(), random.Random(rng_seed)
     contents = {
         "emptied": b"",
@@ -763,7 +763,7 @@ def picture(rng: random.Random) -> Case:
     )
 
 
-# The first bytes of image formats that are not read, and of none.
+# The first bytes of image formats that are not supported, and of no format.
 OTHER_FORMATS = {
     "GIF": b"GIF89a",
     "BMP": b"BM",
@@ -783,7 +783,7 @@ def _source_commands(rng: random.Random, content: str) -> Callable[[str], Comman
 
 
 def record(rng: random.Random) -> Case:
-    """A single document that is damaged, among many that are not."""
+    """One damaged document among many sound ones."""
     lines = (
         *(b'{"text": "half', b"7", b"[]", b"null", b'"words"', b'{"txt": "other"}', b'{"text": 7}'),
         *(b'{"text": null}', b'{"text": ["a"]}', b"{'text': 'single'}", b"\xff\xfe", b"NaN", b"[" * 10_000),
@@ -980,11 +980,11 @@ OTHERS_OF = {  # path -> values that are wrong
     },
 }
 WRONG_SIZES = (0, -1, -(10**9), 2.5, "64", None, [64], math.nan, 10**30, True, {"a": 1})
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # and then follow from other sizes
+MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # by default these follow from other sizes
 
 
 def model_config(rng: random.Random) -> Case:
-    """The JSON config of weights to import: sizes that are none, types, architectures that differ."""
+    """The JSON config of weights to import: invalid sizes, wrong types, unsupported architectures."""
     folder = rng.choice(list(MODELS))
     if rng.random() < 0.5:
         path = rng.choice(NUMBERS_OF[folder])
@@ -1050,7 +1050,7 @@ def model_file(rng: random.Random) -> Case:
 
 
 def shard_index(rng: random.Random) -> Case:
-    """An index of shards that does not fit its shards."""
+    """An index of shards that does not match its shards."""
     edits: tuple[tuple[str, Callable[[dict], Any], tuple[str, ...]], ...] = (
         ("no weight_map", lambda d: d.pop("weight_map"), ("index.json",)),
         ("weight_map a list", lambda d: d.update(weight_map=[1]), ("index.json",)),
@@ -1084,7 +1084,7 @@ def shard_index(rng: random.Random) -> Case:
 
 
 def _first(index: dict, file: Any) -> None:
-    """Gives the first tensor another shard."""
+    """Assigns the first tensor to another shard."""
     name = min(index["weight_map"], key=lambda each: index["weight_map"][each])
     index["weight_map"][name] = file
 
@@ -1234,7 +1234,7 @@ def _short(value: Any) -> str:
 
 
 def _misspell(rng: random.Random, word: str) -> str:
-    """A word that differs in two letters put in, so that no known word comes out."""
+    """The word with two letters inserted, so that it is not another valid word."""
     at = rng.randrange(1, len(word) + 1)
     return f"{word[:at]}{rng.choice('qxz')}{rng.choice('qxz')}{word[at:]}"
 

@@ -1,4 +1,4 @@
-"""What a value of each config key must not be, written down apart from the checks of maxlp.
+"""Wrong values of each config key, listed independently of maxlp's own checks.
 
 `KEYS` has an entry for every key of the two configs in `bases`. Each entry yields values that are wrong
 whatever the other keys are: of another type, out of range, not a number, not a choice. (None is the default

@@ -1,4 +1,4 @@
-"""Gives bad inputs to every command, and judges how each is refused.
+"""Gives bad inputs to every command, and checks how each is refused.
 
     python -m tests.fuzz.run --seed=1 --cases=1000
     python -m tests.fuzz.run --seed=1 --case=17
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def faults_of(case: Case, done: Done, changes: list[str]) -> list[str]:
-    """What is wrong with how a case was refused; empty if nothing is."""
+    """Violations of the rule in how a case was refused; empty if there are none."""
     lines = done.err.splitlines()
     message = lines[-1] if lines else ""
     found = {
@@ -98,7 +98,7 @@ def run_cases(seed: int, numbers: list[int], root: Path, workers: int) -> int:
 
 
 def report(seed: int, number: int, case: Case, faults: list[str], done: Done, verbose: bool) -> str:
-    """A failed case in a few lines; with ``verbose``, all that the command has printed."""
+    """A failed case in a few lines; with ``verbose``, everything that the command has printed."""
     lines = [
         f"case {number}: {'; '.join(faults)}",
         f"  {case.what}",

@@ -1,4 +1,4 @@
-"""A small block; inputs of attention, their gradients, programs for GPUs, a ring in the natural order."""
+"""For tests of layers and attention: a small block, inputs, comparison of gradients, lowering for GPUs, rings."""
 
 import functools
 
@@ -54,7 +54,7 @@ def assert_close(actual, expected, atol):
 
 
 def lowered(function, *args):
-    """A program for NVIDIA GPUs, which need not exist."""
+    """Lowers a jitted function for NVIDIA GPUs; this machine needs none."""
     return function.trace(*args).lower(lowering_platforms=("cuda",))
 
 
@@ -65,7 +65,11 @@ def abstract(B, S, N, K, H, dtype="bfloat16", packed=True):
 
 
 def layers_gradient(attend, remat, S):
-    """The gradient of four scanned layers of attention, by remat policy of `nn.stack`, and its inputs."""
+    """A jitted gradient of four scanned attention layers, and the shapes of its arguments.
+
+    Args:
+      remat: a policy of `nn.stack.REMAT_POLICIES`.
+    """
 
     @jax.jit
     def gradient(w_LHH, x_BSNH, ids_BS):
@@ -87,7 +91,7 @@ def layers_gradient(attend, remat, S):
 
 
 def in_natural_order(attend):
-    """Attention in the balanced order of a ring, as a function of arrays in natural order."""
+    """Attention that expects the balanced order of a ring, as a function of arrays in natural order."""
 
     def run(q_BSNH, k_BSKH, v_BSKH, *, causal, segment_ids_BS):
         B, S = q_BSNH.shape[:2]

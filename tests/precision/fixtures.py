@@ -67,7 +67,7 @@ def exact_loss(model, batch):
 
 
 def exact_batch(seed):
-    """Integers, and as many tokens as a power of two, so that their mean is exact."""
+    """A batch of integers; its number of tokens is a power of two, so that means over them are exact."""
     rng = np.random.default_rng(seed)
     return {
         "x": rng.integers(-2, 3, (16, 4 * 8), np.int32),
@@ -79,7 +79,7 @@ def exact_batch(seed):
 def exact_trainer(
     devices=1, *, microbatches=1, tx=None, scan=True, remat="none", unquantized_blocks=0, recipe=None
 ) -> Trainer:
-    """Trains the network, by default with delayed scaling, and so that its parameters stay as they are."""
+    """A trainer of the network, by default with delayed scaling and a learning rate of 0."""
 
     def make(rngs):
         model = Exact(scan, remat, rngs)
