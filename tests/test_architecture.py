@@ -218,7 +218,7 @@ def test_a_batch_reaches_the_gradient_through_few_files():
 
 
 def functions(path: Path):
-    """(function, how many functions it is nested in) of a file."""
+    """The functions of a file, each with the number of functions that it is nested in."""
 
     def visit(node: ast.AST, depth: int):
         for child in ast.iter_child_nodes(node):

@@ -241,7 +241,7 @@ def test_what_cannot_be_quantized_is_refused(llama, clip, tmp_path):
 
 @pytest.mark.slow
 def test_8_bits_cost_less_than_a_hundredth_of_a_nat(tmp_path):
-    """Of a model that has learnt something; its loss falls from 6.2 to about 4."""
+    """Measured on a model that has learned something: its loss has fallen from 6.2 to about 4."""
     steps = ("--config.train.total_steps=60", "--config.checkpoint.every_steps=60")
     training_runs.finish(training_runs.start(tmp_path / "run", *steps))
 

@@ -1,4 +1,4 @@
-"""What `evaluate` makes of a run's settings. (Its numbers are those of the families' evaluators.)"""
+"""How `evaluate` uses a run's settings. (Tests of the families check the numbers of its evaluators.)"""
 
 import dataclasses
 import json

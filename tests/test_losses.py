@@ -29,7 +29,7 @@ def logits(w_DV, x_BSD):
 
 
 def total(p, w, x, num_chunks, z_loss):
-    """The loss and the sums; with 0 chunks those of logits that exist."""
+    """The loss and the sums; with 0 chunks, over materialized logits."""
     labels = p["targets"], p["mask"]
     if num_chunks == 0:
         sums = losses.next_token(logits(w, x), *labels, z_loss=z_loss)

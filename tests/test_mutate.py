@@ -1,4 +1,4 @@
-"""The list of faults fits the code, and the tool tells what it should."""
+"""The list of faults matches the code, and the tool reports which faults tests notice."""
 
 from collections import Counter
 
@@ -15,11 +15,11 @@ def test_every_fault_can_be_tried():
     assert max(Counter((fault.file, fault.old, fault.new) for fault in FAULTS).values()) == 1
 
 
-def test_every_room_has_faults():
-    """Those that no test can notice have a reason, and are few."""
+def test_every_package_and_command_has_faults():
+    """There are few faults that no test can notice, and these have a reason."""
     paths = (mutate.ROOT / "maxlp").iterdir()
-    rooms = {p.name for p in paths if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__.py"}
-    assert {fault.file.split("/")[0] for fault in FAULTS} == rooms
+    parts = {p.name for p in paths if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__.py"}
+    assert {fault.file.split("/")[0] for fault in FAULTS} == parts
     assert len(FAULTS) >= 120
     assert sum(bool(fault.why) for fault in FAULTS) <= (1 - mutate.REQUIRED) * len(FAULTS)
 
@@ -48,7 +48,7 @@ def test_entries_that_cannot_be_tried_are_named(fault, problem):
 
 @pytest.mark.full
 def test_a_fault_is_noticed_or_not(monkeypatch, capsys):
-    """By the tests of schedules, which nothing of the code around them can fail."""
+    """Tried with the tests of schedules, which depend on no other code."""
     file, tests = "optim/schedules.py", ("optim/test_schedules.py::test_constant_stays",)
     noticed = Fault(
         file, "return optax.constant_schedule(peak)", "return optax.constant_schedule(0.0)", tests

@@ -1,4 +1,4 @@
-"""The campaign: what it repeats, what it survives, and what its report says of a part of the results."""
+"""The campaign of measurements: what it repeats, the failures it survives, reports of partial results."""
 
 import json
 import math
@@ -164,7 +164,7 @@ def test_the_memory_of_a_run_that_failed_is_not_that_of_the_next():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
-    """A lost connection too, after which a piece would keep the device."""
+    """Also by a lost connection; otherwise the piece would keep the device."""
     code = "; ".join(
         (
             "import signal, sys; from benchmarks.accelerator import __main__ as campaign",
@@ -189,7 +189,7 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
 
 
 def is_running(pid: str) -> bool:
-    """False also for a process that has ended, and that nobody has waited for."""
+    """False also for a process that has ended without being waited for."""
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "zombie" not in status.read_text()
 
@@ -203,7 +203,7 @@ def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):
     calls = []
 
     def attempt(limit: int, commit: str = "1234567890abcdef") -> Result:
-        """Measures rows until this many are there; the file stays as an interruption leaves it."""
+        """Measures rows until there are this many, and leaves the file as an interruption would."""
         monkeypatch.setattr("benchmarks.accelerator.results.git_revision", lambda: commit)
         out = Result("piece", tmp_path, 60)
         for n in range(limit):
@@ -437,7 +437,7 @@ def test_a_piece_whose_reference_fails_says_why(name, function, first, tmp_path,
 
 
 def test_the_measured_block_is_that_of_the_model():
-    """It quantizes the input of both of its first layers once."""
+    """It quantizes the shared input of the gate and up projections once."""
     from benchmarks.accelerator import tables
 
     function, args, _ = tables.swiglu(tables.in_training("fp8_delayed"), 32, 16, 48)
@@ -458,7 +458,7 @@ def test_the_measured_layers_keep_the_amaxes_of_delayed_scales(make, sizes):
 
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_matmuls_of_the_resumed_runs_are_cublas():
-    """XLA 0.11 finds no kernels for deterministic matmuls in Triton, and compiles no program with one."""
+    """With deterministic operations, XLA 0.11 finds no Triton kernel for a matmul, and fails to compile."""
     from benchmarks.accelerator import checks
 
     mesh = sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))

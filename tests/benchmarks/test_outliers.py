@@ -1,4 +1,4 @@
-"""Outliers on their own: what is measured of a SwiGLU, the criteria, and that the program continues."""
+"""Spontaneous outliers: what is measured of a SwiGLU, the criteria, and that the program continues."""
 
 import dataclasses
 import importlib

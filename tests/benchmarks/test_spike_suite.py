@@ -1,4 +1,4 @@
-"""The suite of planted damage: what it plants, and what it measures."""
+"""The suite of injected damage: what it damages, and what it measures."""
 
 import importlib
 import os
@@ -61,7 +61,7 @@ def test_an_outlier_changes_nothing_without_quantization_and_hides_everything_in
 
 
 def test_a_rollback_returns_to_a_saved_state_and_skips_the_batches_around_the_damage(suite, monkeypatch):
-    """Damage begins with batches 120 and 165. Old enough are the states before batches 110 and 150."""
+    """Damage begins at batches 120 and 165; the newest old enough states are those before 110 and 150."""
     trained = []
 
     def train(state, batches, watch):
@@ -100,7 +100,7 @@ def test_peak_recovery_and_the_end_are_differences_to_the_undamaged_run(suite):
 
 
 def test_a_rollback_that_leaves_nothing_only_lags(suite):
-    """Each one gives up the `SKIP` batches from the tenth before the stretch on."""
+    """Each rollback skips `SKIP` batches, beginning ten before the stretch."""
     undamaged = 4.0 - 0.01 * np.arange(300)
     damaged = undamaged.astype(object)
     for i, stretch in enumerate(suite.STRETCHES, 1):

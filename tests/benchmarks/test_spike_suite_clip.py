@@ -1,4 +1,4 @@
-"""The suite of planted damage for CLIP: what it plants, what it asks, and that it runs."""
+"""The suite of injected damage for CLIP: what it damages, its criteria, and that it runs."""
 
 import importlib
 from types import ModuleType

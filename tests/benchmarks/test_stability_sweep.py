@@ -1,4 +1,4 @@
-"""The stability sweep: what counts as diverged, usable and announced, its report, and that it continues."""
+"""The stability sweep: which runs diverge, which rates are usable, its report, and that it continues."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ def sweep() -> ModuleType:
 
 
 def losses(end: float, since: int = STEPS, until: int = STEPS) -> np.ndarray:
-    """A loss of 2 nats, and another one from a step up to a step."""
+    """The loss of each step: 2 nats, and ``end`` from step ``since`` to before step ``until``."""
     steps = np.arange(STEPS)
     return np.where((steps >= since) & (steps < until), end, 2.0)
 

@@ -56,7 +56,7 @@ TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "flash": 0.05, "eight_bit_momen
 
 
 def train(released, optimizer, mesh, model, params=None, steps=STEPS):
-    """(initial parameters, last state, metrics of each step)"""
+    """The initial parameters, the last state, and the metrics of each step."""
     how = dict(num_layers=3, remat="block") | model
     trainer = Trainer(make_mesh(**mesh), released=released, tx=make_tx(**optimizer), **how)
     state = trainer.init(params)
@@ -131,7 +131,7 @@ def test_released_flash_is_the_same_on_a_mesh_and_goes_on_to_the_bit(tmp_path):
 
 @pytest.mark.full
 def test_stochastic_rounding_differs_only_by_its_noise():
-    """Both steps round the same sums up or down; the noise of a layer differs."""
+    """Both steps round the same sums up or down, but a layer draws other random bits."""
     how = dict(param_rounding="stochastic", warmup_steps=0), {}, BFLOAT16
     params, want, _ = train(False, *how, steps=1)
     _, got, _ = train(True, *how, params, steps=1)
@@ -148,9 +148,9 @@ def test_stochastic_rounding_differs_only_by_its_noise():
 
 
 def of_layers(released):
-    """Sizes of the arrays with the shape of a parameter of all layers: that loops carry, that they collect.
+    """Sizes of arrays with the shape of a stacked parameter: those that loops carry, those that they stack.
 
-    From the program before it is compiled: what the compiler for CPUs copies depends on its options.
+    Read before compilation: what the CPU's compiler copies depends on its options.
     """
     trainer = Trainer(released=released, tx=optax.sgd(1.0), remat="block", num_layers=16)
     shapes = {leaf.shape for leaf in jax.tree.leaves(trainer.abstract["params"]["layers"])}
@@ -231,7 +231,7 @@ def test_scalars_stay_on_the_device():
     ],
 )
 def test_offloaded_state_takes_no_memory_of_the_device(topology):
-    """But for a layer's: arguments shrink by all of the moments, and temporaries grow by little."""
+    """Except for one layer's part: arguments shrink by all moments, and temporaries grow little."""
     saved, on_host, moments = saved_by_offloading(topology, released=True)
     assert on_host == pytest.approx(moments, rel=0.05)
     assert saved > 0.8 * moments
@@ -245,7 +245,7 @@ def test_an_ordinary_step_gains_nothing_from_offloading():
 
 
 def saved_by_offloading(topology, *, released):
-    """Bytes of a device that the compiled step needs less, those on its host, and those of its moments."""
+    """Bytes per device: of its memory that offloading saves, on the host, and of the moments."""
     found = topologies.parse(topology)
     mesh = sharding.make_mesh(fsdp=found.size, devices=topologies.devices(found))
     how = dict(released=released, remat="block", num_layers=16, embed_dim=512, mlp_dim=2048)
@@ -260,7 +260,7 @@ def saved_by_offloading(topology, *, released):
 
 @pytest.mark.full
 def test_a_quantized_head_has_the_history_of_the_ordinary_step():
-    """It is outside of the stacks, so that its state passes by one side of them only."""
+    """The head is outside of the stacks of layers, so its state is updated elsewhere than theirs."""
     recipe = precision_config(rules=(("lm_head", "fp8_delayed"),))
     of_step = []
     for released in (False, True):

@@ -77,7 +77,7 @@ def linear_batch():
 
 
 def expected_gradient(batch, rows=slice(None)):
-    """Of the mean over the tokens of these rows, and the gradients of its outputs; in float64."""
+    """Gradients of the mean over the tokens of these rows, and those of its outputs, in float64."""
     x_BSD, y_BS, mask_BS = (batch[key][rows].astype(np.float64) for key in ("x", "y", "mask"))
     g_BS = 2 * (x_BSD @ W_D - y_BS) * mask_BS / mask_BS.sum()
     return np.einsum("BS,BSD->D", g_BS, x_BSD), g_BS

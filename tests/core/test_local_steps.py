@@ -103,7 +103,7 @@ def outer_params(state: State) -> dict:
 
 
 def own_params(state: State) -> dict:
-    """Of each replica: (R, …)."""
+    """The parameters of each replica, (R, …)."""
     return jax.device_get(state["opt_state"].replicas.state["params"])
 
 
@@ -112,7 +112,7 @@ def assert_close(got, want, atol=ROUNDING):
 
 
 def test_rounds_of_one_step_with_plain_descent_are_synchronous():
-    """If all replicas have as many tokens; otherwise a mean of means is not the mean."""
+    """If all replicas have the same number of tokens; otherwise a mean of means is not the mean."""
     data, sgd = batches(2, alike=True), optax.sgd(0.1)
     one, replicas = plain(tx=sgd), local(make_mesh(data=4), sgd, steps=1, rate=1.0, momentum=0.0)
     params = jax.device_get(one.init()["params"])

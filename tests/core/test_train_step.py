@@ -27,7 +27,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def one_device():
-    """(initial parameters, parameters after some steps, metrics of each step)"""
+    """The initial parameters, those after some steps, and the metrics of each step."""
     trainer = Trainer(loss=NextTokenConfig(z_loss=Z_LOSS))
     state = trainer.init()
     initial = jax.device_get(state["params"])

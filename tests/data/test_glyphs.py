@@ -131,7 +131,7 @@ def test_augmentation_depends_on_the_generator_alone():
 
 @pytest.mark.parametrize("number", [0, 1, 4], ids=["rotation", "shear", "shift"])
 def test_augmentation_to_both_sides_is_the_same(number):
-    """Of a letter that is its own mirror image, by as much to the left as to the right."""
+    """A mirror-symmetric letter is rotated, sheared and shifted by as much to the left as to the right."""
 
     def draw(chance: float) -> np.ndarray:
         chances = np.full(12, 0.5)

@@ -152,7 +152,7 @@ def test_help_shows_the_usage(path):
 
 
 def tool(name: str) -> str:
-    """A program of the environment's '.[dev]'."""
+    """The path of a program that '.[dev]' installs."""
     if (path := shutil.which(name, path=Path(sys.executable).parent)) is None:
         pytest.skip(f"{name} is not installed: pip install '.[dev]'")
     return path
@@ -235,7 +235,7 @@ def test_an_empty_number_of_restarts_is_refused(script):
     ],
 )
 def test_what_bash_cannot_count_with_is_refused(script, arguments, env):
-    """Otherwise nothing would be started, or a hanging process never be killed."""
+    """Otherwise nothing would be started, or a hanging process would never be killed."""
     assert "is not a whole number" in run(script, *arguments, code=2, **env)
 
 

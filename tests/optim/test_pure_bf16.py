@@ -189,9 +189,9 @@ def test_a_residual_moves_a_parameter_that_nearest_rounding_would_leave():
 
 
 def test_a_float16_master_follows_exact_sums_to_half_a_unit_a_step():
-    """Numbers of at least 2^-14 scales have 11 bits: those from 2^e to 2^(e+1) are 2^(e-10) apart.
+    """Numbers of at least 2^-14 scales have 11 bits: their spacing from 2^e to 2^(e+1) is 2^(e-10).
 
-    Smaller ones are as far apart as those of 2^-14 scales. A scale is at most 1/32752 of the largest one.
+    Smaller ones have the spacing of 2^-14 scales. A scale is at most 1/32752 of the largest number.
     """
     rng = np.random.default_rng(2)
     sizes = 10.0 ** rng.uniform(-12, 0, 4096)
@@ -216,7 +216,7 @@ def test_a_float16_master_follows_exact_sums_to_half_a_unit_a_step():
 
 
 def of_master(state):
-    """A master's numbers in float64, and how far apart the numbers around each one are at most."""
+    """The values of a master copy in float64, and upper bounds of the spacing of numbers around them."""
     scale = np.asarray(state.master.scale, np.float64)
     kept = np.asarray(state.master.codes, np.float64) * scale
     return kept, 2.0 ** (np.floor(np.log2(np.maximum(np.abs(kept), 2.0**-14 * scale))) - 10)
@@ -245,7 +245,7 @@ def test_float16_masters_equal_numpy_for_ten_steps():
 
 
 def at(tree, path):
-    """What is at a path of a tree, or of each tree of a list."""
+    """The leaf at a path of a tree, or of each tree of a list."""
     if isinstance(tree, list):
         return [at(one, path) for one in tree]
     return functools.reduce(lambda node, key: node[key], path, tree)

@@ -24,12 +24,12 @@ RUN = {"data.seq_len": 256, "data.batch_size": 64, "model.dtype": "float32", "lo
 
 
 def gathered(found) -> float:
-    """Bytes sent to gather what fsdp splits."""
+    """Bytes sent to gather parameters that fsdp shards."""
     return sum(one.sent for one in found if one.kind == "all-gather" and one.axes == ("fsdp",))
 
 
 def added(found) -> float:
-    """Bytes sent to add the gradients of replicas, and of what all stages have."""
+    """Bytes sent to sum gradients over replicas, or over stages for parameters that all of them hold."""
     axes = ("data",), ("stage",)
     return sum(one.sent for one in found if one.kind == "all-reduce" and one.axes in axes)
 
@@ -88,7 +88,7 @@ def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
 
 
 def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[hlo.Collective]]:
-    """Those of the closed form and of the compiled step on a topology."""
+    """The collectives of the closed form and of the compiled step on a topology."""
     topology = topologies.parse(name)
     machine = topology.machine(s)
     mesh = sharding.make_mesh(**s.mesh, devices=topologies.devices(topology))
@@ -162,7 +162,7 @@ def test_blocks_of_replicas_that_are_apart_compile_for_a_b200():
 @pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_galore_gathers_gradients_at_a_refresh_alone(tensor):
-    """In all other steps what is gathered are the weights, and the residual stream."""
+    """In all other steps, only weights and the residual stream are gathered."""
     changes = {"data.batch_size": 8, "mesh.fsdp": 8 // tensor, "mesh.tensor": tensor} | peaks.GALORE
     ours, found = collectives_on(peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes), "h100:1x8")
     usual = [one for one in found if not one.rare]
@@ -220,7 +220,7 @@ def test_rounded_parameters_are_updated_in_place(tmp_path):
 
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_xla_computes_nothing_again_by_itself(tmp_path):
-    """Not even where a step takes nine tenths of a GPU; XLA would begin at about three quarters."""
+    """Not even if a step takes nine tenths of a GPU's memory; XLA would start at about three quarters."""
     changes = {"data.batch_size": 40, "model.remat": "dots", "precision.recipe": "fp8_delayed"}
     memory = compiled_for("rtx4090:1x1", changes, str(tmp_path / "step.txt"))
     assert memory.peak > 0.9 * topologies.parse("rtx4090:1x1").chip.memory

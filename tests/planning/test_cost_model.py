@@ -177,7 +177,7 @@ def test_sampled_gradients_multiply_a_share_of_the_tokens():
 
 @pytest.mark.parametrize("name", ["remat none", "tensor 2, remat none", "CLIP b32, remat none"])
 def test_what_is_not_sampled_is_not_saved(name):
-    """How much less the compiled steps need, within 10 %."""
+    """The memory that compiled steps save, within 10 %."""
     machine = topologies.parse("h100:1x8")
     pair = name, f"{name}, sampled"
     ours = [peaks.estimated_peak(peaks.recorded(one, machine.chip.platform), machine) for one in pair]
@@ -218,7 +218,7 @@ def test_layers_in_high_precision_multiply_and_are_gathered_in_16_bits():
 
 @pytest.mark.parametrize("family", ["llama", "clip"])
 def test_frozen_weights_have_no_gradients(family):
-    """Of the three matmuls of a layer, that of the weight gradient falls away, and so does its scatter."""
+    """Of a layer's three matmuls, that of the weight gradient is left out, and so is its reduce-scatter."""
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
     changes = {"data.batch_size": 32, "model.remat": "none", "mesh.fsdp": 8}
     found = []
@@ -253,7 +253,7 @@ def test_gradients_in_8_bits_are_half_as_many_bytes(family):
 
 
 def test_gradients_in_8_bits_are_as_many_bytes_as_the_program_sends():
-    """Of a width that no block divides."""
+    """With a width that blocks do not divide."""
     sizes = SIZES | dict(head_dim=64, mlp_dim=301)
     changes = {"data.batch_size": 8, "mesh.fsdp": 4, "precision.scatter": "int8"}
     s = peaks.settings_of(llama(**sizes, vocab_size=LLAMA["vocab_size"]), changes)

@@ -73,7 +73,7 @@ def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions()
 
 @pytest.mark.parametrize("text", [GPU, TPU], ids=["gpu", "tpu"])
 def test_only_matmuls_hide_a_collective(text):
-    """Element-wise work is over too soon, and XLA's own custom calls are no work."""
+    """Element-wise kernels are too short, and XLA's own custom calls compute nothing."""
     without = re.sub(r" (convolution|dot)\(", " add(", text)
     assert not any(one.overlapped for one in hlo.collectives(without, MESH))
 

@@ -1,4 +1,4 @@
-"""Programs for TPUs and GPUs hide what FSDP and the ring send, with the options of `docs/launching.md`."""
+"""Compilers overlap the collectives of FSDP and ring attention, with the options in docs/launching.md."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def plan(tmp_path: Path, topology: str, *changes: str, **environment: str) -> di
 
 
 def hidden(plan: dict, kind: str) -> float:
-    """The share of the bytes of a kind of collective beside which a matmul or a kernel runs."""
+    """The share of the bytes of a kind of collective that is overlapped with a matmul or a kernel."""
     rows = [row for row in plan["compiled"]["collectives"] if row["kind"] == kind]
     return sum(row["overlapped"] for row in rows) / sum(row["sent"] for row in rows)
 
@@ -34,7 +34,7 @@ def hidden(plan: dict, kind: str) -> float:
 @pytest.mark.aot("libtpu")
 @pytest.mark.parametrize(("chip", "topology"), [("v5p", "v5p:4x4x4"), ("v6e", "v6e:8x8")])
 def test_gathers_are_hidden_and_gradients_scattered(chip, topology, tmp_path):
-    """At least 80 % of the bytes of gathers beside matmuls, and no more sent than the closed form expects.
+    """At least 80 % of gathered bytes are overlapped with matmuls, and no more is sent than estimated.
 
     The compiler may gather the weights of q and k once more (40 of 416 MiB a layer): 5 % of the bytes of a
     layer's two gathers and one scatter. An all-reduce in place of the scatter would be 33 %.
@@ -49,7 +49,7 @@ def test_gathers_are_hidden_and_gradients_scattered(chip, topology, tmp_path):
 
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_level_o1_hides_gathers_and_gradients_between_gpus(tmp_path):
-    """At least 80 % of the bytes of both, for less than 5 % more memory."""
+    """At least 80 % of the bytes of both are overlapped, for less than 5 % more memory."""
     changes = ["--config.data.batch_size=8", "--config.model.num_layers=32"]
     o1 = plan(tmp_path, "h100:1x8", *changes, JAX_OPTIMIZATION_LEVEL="O1", XLA_FLAGS=GATHERED_AT_ONCE)
     assert min(hidden(o1, "all-gather"), hidden(o1, "reduce-scatter")) >= 0.8
@@ -60,7 +60,7 @@ def test_level_o1_hides_gathers_and_gradients_between_gpus(tmp_path):
 
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_the_ring_is_hidden_between_gpus(tmp_path):
-    """XLA runs one permute at a time: the values' one would wait for that of the keys."""
+    """XLA runs one permute at a time: one for the values would wait for that of the keys."""
     ring = ["--config.model.attention=ring", "--config.mesh.context=8", "--config.mesh.fsdp=1"]
     ring += ["--config.data.seq_len=131072", "--config.data.batch_size=1"]
     assert hidden(plan(tmp_path, "h100:1x8", *ring), "collective-permute") >= 0.8

@@ -38,12 +38,12 @@ def with_memory(name: str, gib: float) -> topologies.Topology:
 
 
 def layouts_of(s: Settings, topology: topologies.Topology) -> list[search.Candidate]:
-    """Those of `search.find`, which also searches other numerics."""
+    """The layouts of `search.find`, without its search of other numerics."""
     return search._Search(s, topology).fastest(search.Variant(), search.COUNT)
 
 
 def evaluated(s: Settings, topology: topologies.Topology, state) -> tuple[float, float] | None:
-    """(peak, seconds) of settings, without anything of the search; None if they cannot run."""
+    """(peak, seconds) of settings, computed without the search; None if they cannot run."""
     try:
         machine = topology.machine(s)
         constraints.check(s, machine)
@@ -82,7 +82,7 @@ def every_layout(s: Settings, topology: topologies.Topology) -> list[tuple[float
     ],
 )
 def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
-    """With any memory; and where nothing fits, the smallest."""
+    """For chips of any memory; where nothing fits, the smallest is found."""
     s = small(optimizer__clip_norm=clip_norm)
     everything = every_layout(s, topologies.parse(f"h100:1x{devices}"))
     least = min(peak for peak, _ in everything) / topologies.GIB
@@ -105,7 +105,7 @@ def test_the_fastest_of_all_combinations_is_found(devices, clip_norm):
 
 @pytest.mark.parametrize(("name", "topology"), [("llama.8b", "h100:1x8"), ("clip.b32", "v5e:2x4")])
 def test_more_microbatches_and_parts_never_take_less_time_nor_from_two_on_more_memory(name, topology):
-    """What the search relies on, on every mesh, for every remat, with and without chunks."""
+    """The search relies on this: for every mesh and remat, with and without chunks."""
     s, topology = preset(name), topologies.parse(topology)
     one = Machine(
         dict(stage=1, data=1, fsdp=1, context=1, tensor=1), topology.chip.platform, topology.chip.kind
@@ -248,7 +248,7 @@ def test_changes_replace_values_by_key_and_are_flags():
 
 @pytest.mark.full
 def test_flags_of_a_result_give_its_settings():
-    """On a config whose mesh does not exist on the machine."""
+    """For a config whose own mesh the machine cannot have."""
     c = importlib.import_module("configs.llama.70b").get_config()
     with c.unlocked():
         c.data.source = c.data.tokenizer = "unread"

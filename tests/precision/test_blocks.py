@@ -17,7 +17,7 @@ from tests.precision.fixtures import Layer
 
 @pytest.mark.parametrize("residuals", ["full", "quantized"])
 def test_tokens_are_padded_with_zeros_in_the_weight_gradient(residuals):
-    """20 tokens give the numbers of 32 of which the last 12 are zero, bit for bit."""
+    """20 tokens give the same result as 32 of which the last 12 are zero, bit for bit."""
     rng = np.random.default_rng(0)
     layer = Layer(make_recipe("mxfp8", residuals=residuals))
     step = jax.jit(lambda *arrays: layer.step(layer.state, *arrays)[:3])

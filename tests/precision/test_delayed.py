@@ -76,7 +76,7 @@ def test_five_steps_equal_an_independent_model(residuals):
 
 
 def test_full_histories_give_the_same_numbers_without_a_cold_start():
-    """So that a run may leave it out once every history has a value."""
+    """So a run may use the program without it once every history has a value."""
     layer, known = Layer(history=3), Layer(history=3, cold_start=False)
     layer(*data(0))
     known.state = layer.state
@@ -86,7 +86,7 @@ def test_full_histories_give_the_same_numbers_without_a_cold_start():
 
 
 def test_a_kernel_quantized_again_for_the_backward_pass_takes_its_own_history():
-    """In a recipe whose gradient of the input has the kernel in another format than its output."""
+    """In a recipe with another format of the kernel for the input's gradient than for the output."""
     recipe = make_recipe("fp8_delayed", history=3, residuals="full")
     e5m2 = recipe.dlhs[0]
     layer = fixtures.Layer(dataclasses.replace(recipe, dlhs=(e5m2, e5m2)))

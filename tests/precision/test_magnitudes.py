@@ -95,7 +95,7 @@ def test_they_are_the_same_unrolled_with_remat_and_on_a_mesh(mesh):
 
 
 class OneByOne:
-    """Takes the place of a tower's `Encoder`: calls its blocks by themselves."""
+    """Replaces a tower's `Encoder`: calls its blocks one by one."""
 
     def run(self, blocks, x_BSD):
         graphdef, variables = nnx.split(blocks)
@@ -124,7 +124,7 @@ def test_both_towers_of_a_clip_are_measured():
 
 @pytest.mark.full
 def test_blocks_at_the_ends_stay_unquantized():
-    """With two mantissa bits in one block, the other one gives what it gives without quantization."""
+    """With two mantissa bits in one block, the output of the other is as without quantization."""
     recipe = precision_config("simulate", format="e5m2", first_blocks=1)
     trainer, plain = Trainer(recipe=recipe), Trainer()
     state = trainer.init()

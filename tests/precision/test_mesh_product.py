@@ -87,7 +87,7 @@ def operands(equation: str, scales: str = "blocks") -> tuple[Product, list[Quant
 )
 @pytest.mark.parametrize("scales", ["blocks", "rows", "tensor"])
 def test_each_device_multiplies_its_part(equation, splits, result, collectives, scales):
-    """And sends no more than shares of the result, in its dtype."""
+    """And sends only parts of the result, in its dtype."""
     program = check(equation, splits, result, scales)
     num_bytes = 4 * math.prod(SIZES[axis] for axis in equation.split("->")[1])
     sent = {(kind, "f32"): share * num_bytes for kind, share in collectives.items()}
@@ -141,7 +141,7 @@ def test_a_mapped_axis_is_split_too():
 
 
 def on_a_mesh(multiply, arrays, splits, result):
-    """The product of operands that are split so, and the compiled program."""
+    """The product of operands with these shardings, and the compiled program."""
     mesh = make_mesh(fsdp=2, tensor=2)
     with jax.set_mesh(mesh):
         placed = [

@@ -38,7 +38,7 @@ def estimates(x, g, num):
 
 
 def variance_without_winners(x, g, num):
-    """That of column-row sampling, E ‖estimate - dW‖² with p_s = ‖x_s‖ / Σ ‖x‖: theory, in float64."""
+    """The theoretical variance of column-row sampling, E ‖estimate - dW‖² with p_s = ‖x_s‖ / Σ ‖x‖."""
     x, g = x.astype(np.float64), g.astype(np.float64)
     norm, gradient = np.linalg.norm(x, axis=1), np.linalg.norm(g, axis=1)
     return (np.sum(norm * gradient**2) * norm.sum() - np.sum((x.T @ g) ** 2)) / num
@@ -174,7 +174,7 @@ def test_a_sampled_step_is_not_the_exact_one(expected_step):
 
 
 def temporaries(recipe):
-    """Bytes that a compiled step of a small Llama needs besides its arguments."""
+    """Bytes of temporaries in a compiled step of a small Llama."""
     sizes: dict[str, Any] = dict(embed_dim=128, mlp_dim=512, max_seq_len=128, dtype="bfloat16")
     (rows,) = batches(1, rows=16, length=128)
     compiled = Trainer(make_mesh(), recipe=precision_config(recipe), **sizes).compile(rows)

@@ -22,7 +22,7 @@ STEPS = {"int8": 127, "float8_e4m3fn": 14}  # in a block's largest number, where
 
 
 def scattering(make_model, format_name="int8"):
-    """The model with the kernels of its blocks scattered."""
+    """Makes the model so that gradients of its blocks' kernels are scattered in this format."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = make_model(rngs)
@@ -87,7 +87,7 @@ def test_values_of_any_dim_are_sent_in_few_more_than_8_bits(dim, tensor):
 
 
 def test_rounding_is_right_on_average():
-    """What is far below a step in every device's gradient is in the mean of the sums."""
+    """Values far below a quantization step on every device are kept in the mean of many sums."""
     draws, small, step = 512, 0.1, 1.0  # a block's largest number is 127 steps
     how, mesh = Scatter("int8", ("embed", "mlp")), make_mesh(fsdp=2)
     x = np.zeros((draws, 2, 1, 64), np.float32)
@@ -169,7 +169,7 @@ def test_gradients_are_those_of_the_batch(sizes, recipe, format_name, changes):
 
 @pytest.mark.full
 def test_the_program_sends_8_bits():
-    """Also of blocks whose matmuls are not quantized."""
+    """Also for blocks whose matmuls are not quantized."""
     config, mesh = precision_config("fp8_delayed", first_blocks=1), make_mesh(fsdp=8)
     trainer = Trainer(mesh, make_model=scattering(make_llama(config)))
     kernels = nnx.traversals.flatten_mapping(trainer.abstract["params"]["layers"])

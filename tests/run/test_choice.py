@@ -1,4 +1,4 @@
-"""What `lab choose` keeps in high precision, against brute force, and its lines in a config."""
+"""The matmuls that `lab choose` keeps in high precision, against brute force, and its lines in a config."""
 
 import itertools
 
@@ -73,7 +73,7 @@ def test_shares_of_flops():
 
 
 def kept(*names):
-    """bool (2 layers, paths of the model) of paths of layers."""
+    """Which matmuls are named, as bool (2 layers, paths of the model)."""
     everything = [[f"layers/{i}/{name}" for name in NAMES] for i in range(2)]
     return np.isin(everything, names)
 

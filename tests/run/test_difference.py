@@ -238,7 +238,7 @@ LATE_ADAM = optax.chain(optax.clip_by_global_norm(0.5), _late_adam())
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """What is wrong in B, the options of both and of B alone, and the tensor and file to be named."""
+    """A defect of B: options of both programs and of B alone, and the tensor and file to be named."""
 
     plant: object
     options: dict

@@ -1,4 +1,4 @@
-"""Ranking recipes by their gradients: specs, the table, and an order that must come out."""
+"""Ranking recipes by their gradients: specs, the table, and an order that is known in advance."""
 
 import jax
 import numpy as np

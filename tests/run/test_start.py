@@ -39,7 +39,7 @@ TINY["clip"] |= {"model.text.vocab_size": 300, "model.text.eos_id": 257}
 
 
 def prepared(workdir: Path, values: dict[str, Any], family: str = "llama"):
-    """What `train` has when it asks whether to go on: the run and its state as shapes."""
+    """What `train` has when it checks whether it can continue: the run, and its state as shapes."""
     run = resolve(changed(load("debug", family=family), TINY[family] | values), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
         return run, *abstract_state(run.make_model, run.tx, run.mesh, run.gates)

@@ -103,7 +103,7 @@ train.cli.run(train.main)
     [("rollback", "SIGTERM", 75), ("phase", "SIGTERM", 75), ("rollback", "SIGINT", 130)],
 )
 def test_a_signal_in_the_last_step_before_another_loop_ends_the_run(tmp_path, end, name, code):
-    """As before a rollback, after which the run would go on."""
+    """As before a rollback, after which the run would continue."""
     program = TWO_LOOPS.format(end=end, name=name)
     command = [sys.executable, "-c", program, "--config=llama/debug", f"--workdir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

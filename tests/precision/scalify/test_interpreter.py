@@ -1,4 +1,4 @@
-"""Programs on pairs of data and scale compute what they computed on arrays."""
+"""Programs on pairs of data and scale compute the same as on arrays."""
 
 import functools
 

@@ -32,7 +32,7 @@ def distance(got, want) -> float:
 def llama_gradients(
     small: float = 1.0, *, scaled: bool, marked: str = "fp16", params: dict | None = None, **model
 ):
-    """Gradients of ``small`` times the loss, divided by ``small`` in float64's place: float32."""
+    """Gradients of ``small`` times the loss, divided by ``small`` in float32."""
     graphdef, own, rest = nnx.split(marked_llama(marked, **model), nnx.Param, ...)
     state = {
         "params": params or nnx.to_pure_dict(own),
@@ -80,7 +80,7 @@ def test_float16_gradients_do_not_underflow():
 
 @pytest.mark.full
 def test_float16_parameters_have_the_gradients_of_their_float32_copies():
-    """The model computes in float16 either way; only the gradients are rounded to it besides."""
+    """The model computes in float16 either way; only the gradients are rounded to it as well."""
     halves = {"dtype": "float16", "param_dtype": "float16"}
     narrow = make_llama(**halves)(nnx.Rngs(0))
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), nnx.to_pure_dict(nnx.state(narrow, nnx.Param)))
