@@ -14,7 +14,7 @@ from maxlp.runtime import storage
 from tests.run_outputs import checkpoint, losses, records
 from tests.training_runs import ROOT, SMALL, environments, finish, shown, start
 
-STEPS = 40  # a run goes on while a signal is on its way
+STEPS = 40  # so many that a run has not ended when a signal reaches it
 WHOLE = (
     f"--config.train.total_steps={STEPS}",
     "--config.train.eval_every=4",

@@ -168,7 +168,7 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
     code = "; ".join(
         (
             "import signal, sys; from benchmarks.accelerator import __main__ as campaign",
-            # Tests under nohup pass on that SIGHUP is ignored.
+            # Under nohup this process would inherit from the tests that SIGHUP is ignored.
             "signal.signal(signal.SIGHUP, signal.SIG_DFL)",
             'campaign.PIECES = [campaign.Piece("hangs", "pieces:hangs", 1, 8, "hangs")]',
             f'campaign.PACKAGE = "tests.benchmarks"; campaign.find_device = lambda tiny: {CPU}',

@@ -32,7 +32,7 @@ GALORE = dict(rank=4, update_proj_gap=2, scale=1.0, basis="randomized")
 DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=16, min_size=64)
 COMPANDED8 = DYNAMIC8 | dict(mu="companded8", nu="companded8")
 FP8 = precision_config("fp8_delayed", first_blocks=2, last_blocks=1, history=STEPS + 1)
-QUANTIZED = slice(2, 4)  # of five layers
+QUANTIZED = slice(2, 4)  # the quantized ones of five layers
 BFLOAT16 = dict(dtype="bfloat16", param_dtype="bfloat16")
 CASES = {  # optimizer, mesh, model
     "tied_on_four_devices": (dict(), dict(fsdp=2, tensor=2), dict(tie_embeddings=True)),
@@ -49,7 +49,7 @@ CASES = {  # optimizer, mesh, model
 }
 QUICK, SLOW = ("tied_on_four_devices",), ("galore_on_a_ring", "adafactor", "schedule_free")
 # As a fraction of the largest change of a tensor. Where the input of a rounding differs in its last bit,
-# the result may be the other of its two neighbours. In E5M2 these are 2^-2 apart: one of the 128 terms of a
+# the result may be rounded the other way. In E5M2 that changes it by 2^-2: one of the 128 terms of a
 # kernel's gradient (8 rows of 16) then changes it by 2^-2 / sqrt(128) of its size, and a few terms do.
 # (Adam's normalized step would turn around where the gradient is nearly zero.)
 TOLERANCE = {"fp8_delayed": 0.05, "kahan": 0.01, "flash": 0.05, "eight_bit_moments": 0.05}

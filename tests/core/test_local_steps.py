@@ -185,7 +185,7 @@ def test_what_8_bits_lose_of_an_outer_gradient_is_kept():
     want, got = outer_params(want), outer_params(got)
     assert_close(jax.tree.map(lambda p, e: p - e.sum(axis=0), got, lost), want)
     moved, off = np.abs(want["up"] - params["up"]).max(), np.abs(got["up"] - want["up"]).max()
-    # E4M3 rounds to 3 bits twice; a replica's share may be larger than the mean of all: some cancels.
+    # E4M3 rounds to 3 bits twice; a replica's share may be larger than the mean, as shares cancel.
     assert 100 * ROUNDING < off < moved / 4
     jax.tree.map(lambda own, p: np.testing.assert_array_equal(own, np.stack([p] * 8)), begun, got)
 

@@ -69,8 +69,8 @@ def test_the_sum_and_the_errors_are_the_gradient_of_the_batch(sizes, loss, micro
     for sums, lost, g in zip(*map(jax.tree.leaves, trees), strict=True):
         scale = np.abs(g).max()
         np.testing.assert_allclose(sums + lost.sum(axis=0), g, rtol=0, atol=SGD_ROUNDING * max(scale, 1.0))
-        # A rounding of each replica's values and of the sum. Blocks are not larger than their tensor, and a
-        # replica's share of a gradient may be larger than the sum of all: some cancels.
+        # Each replica's values and the sum are rounded. A block's largest value is at most that of its
+        # tensor, and a replica's share of a gradient may be larger than the sum, where shares cancel.
         assert np.abs(sums - g).max() < (mesh.shape["data"] + 1) * 4 * scale * 0.5 / 127
         assert np.abs(lost).max() > 0
 
@@ -87,7 +87,7 @@ def test_histories_are_those_of_the_whole_batch():
     got = histories(state)
     assert got.keys() == want.keys() and len(jax.tree.leaves(lost)) > 0
     for path, history in got.items():
-        # That of an output's gradient comes out of matmuls in FP8, in which a replica's scale is its own.
+        # An output's gradient comes from FP8 matmuls, whose scales each replica computes from its own data.
         tolerance = 2.0**-2 if "output_grad" in path else 1e-5
         np.testing.assert_allclose(history, want[path], rtol=tolerance, err_msg=path)
 

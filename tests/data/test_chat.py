@@ -294,7 +294,7 @@ def learned_text(folder, template, messages):
     ("more", "rest"),
     [
         ({"calls": ["f(9)", "g('</s>')"]}, "<|eot|>f(9)<|eot|>g('</s>')</s>"),
-        ({"asks": True}, "<|im_end|>"),  # another token than in the end of other turns
+        ({"asks": True}, "<|im_end|>"),  # other turns end with another token
     ],
     ids=["calls", "asks"],
 )

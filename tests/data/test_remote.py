@@ -98,12 +98,14 @@ def test_a_sample_of_a_tar_is_fetched_by_itself(server):
 def test_failures_that_may_pass_are_tried_again_and_told(server, caplog):
     write_jsonl(server.folder / "a.jsonl", TEXTS)
     source = make_source(f"jsonl:{server.url}/a.jsonl", "all")
-    time.sleep(1)  # at most one line a second is printed, and another test may have had this second's
+    time.sleep(1)  # at most one line a second is logged, and another test may just have logged one
     server.failures = 2
     assert source[1]["text"] == TEXTS[1]
     assert f"{server.url}/a.jsonl: 503" in caplog.text and "trying again in 0 s" in caplog.text
     server.failures = 3
-    with pytest.raises(OSError, match="503") as caught:  # ends the run with a code that restarts it
+    with pytest.raises(
+        OSError, match="503"
+    ) as caught:  # the run ends with an exit code after which launchers restart it
         source[2]
     assert caught.value.errno == errno.EIO and caught.value.filename == f"{server.url}/a.jsonl"
     os.rename(server.folder / "a.jsonl", server.folder / "b.jsonl")

@@ -133,7 +133,7 @@ def test_a_kill_between_rollback_and_the_next_checkpoint_changes_nothing(tmp_pat
 
 def test_a_rollback_past_an_earlier_one_skips_the_batches_of_both_spikes(tmp_path):
     (_, _, drawn), _ = train_to_the_end(tmp_path, ROLLBACK, {14: math.nan, 16: math.nan})
-    # From step 8 the run goes on with batch 15. Batch 16 is that of step 10; three steps earlier is 4.
+    # From step 8 the run continues with batch 15. Batch 16 is that of step 10; three steps earlier is 4.
     rollbacks = rollback.read_rollbacks(tmp_path)
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(8, [8, 14]), (4, [4, 16])]
     assert drawn == list(range(5, 33))
@@ -148,7 +148,7 @@ def test_the_number_of_rollbacks_is_limited(tmp_path):
     config = SpikeConfig(**TOY, guard="rollback", max_actions=2)
     with pytest.raises(FloatingPointError, match=r"all 2 rollbacks of spikes\.max_actions=2 are used up"):
         train_to_the_end(tmp_path, config, {n: math.nan for n in range(2, 200)})
-    # The second skips batches after those of the first, although no checkpoint counts them.
+    # The second rollback skips batches after those of the first, although no checkpoint counts these.
     rollbacks = rollback.read_rollbacks(tmp_path)
     assert [(r["to"], r["batches"]) for r in rollbacks] == [(0, [0, 2]), (0, [2, 4])]
 

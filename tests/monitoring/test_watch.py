@@ -14,7 +14,7 @@ def test_a_spike_is_recorded_and_its_checkpoint_outlives_those_of_the_run(tmp_pa
     part = tmp_path / "spikes" / "checkpoints" / "8.unfinished"  # left by a run that was killed
     part.mkdir(parents=True)
     _, state = train(tmp_path, SpikeConfig(**TOY, threshold=8.0), {14: 30.0}, total=14)
-    assert state["step"] == 14, "without a guard the run goes on"
+    assert state["step"] == 14, "without a guard the run continues"
     (record,) = recorded_spikes(tmp_path)
     assert record["step"] == 14 and record["sigmas"] > 8 and record["policy"]["lead"] == 2
     assert record["data_state"]["step"] == 13
@@ -35,7 +35,7 @@ def test_a_resumed_watch_continues_where_it_was():
     watch, resumed = Watch(SpikeConfig(**TOY)), Watch(SpikeConfig(**TOY))
     for n in range(1, 9):
         watch.observe(n, {"loss": 1.0 + 0.01 * (n % 2)})
-    resumed.set_meta({})  # of a checkpoint older than the watch
+    resumed.set_meta({})  # as from a checkpoint that was saved before there was a watch
     assert steps_seen(resumed) == []
     resumed.set_meta(watch.meta())
     assert steps_seen(resumed) == [6, 7, 8]

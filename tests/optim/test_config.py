@@ -200,7 +200,7 @@ def test_what_has_an_effect_is_accepted(changes):
         (dict(learning_rate=0.004), r"learning_rate=0.004 × galore.scale=0.25 = 0.001 is below .* raise"),
         (dict(learning_rate=0.01, scale=1.0), r"galore.scale=1 = 0.01 is above the rates .*; lower one"),
         (dict(learning_rate=1e-4, rank=0), None),
-        (dict(learning_rate=1e-4, name="lion"), None),  # its rates are others
+        (dict(learning_rate=1e-4, name="lion"), None),  # Lion's usual rates are others
     ],
 )
 def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):

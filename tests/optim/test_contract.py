@@ -75,7 +75,7 @@ def quick_for(*quick):
 
 # One kernel and one vector: enough where the arithmetic of single tensors matters.
 SMALL = {"layers": {"attn_norm": {"scale": (2, 8)}, "attn": {"k_proj": {"kernel": (2, 8, 4)}}}}
-# Every kind of sharding.
+# Together these have every kind of sharding.
 LARGE = {
     "tok_embed": {"embedding": (16, 8)},
     "layers": {"attn_norm": {"scale": (2, 8)}, "mlp": {"up_proj": {"kernel": (2, 8, 16)}}},

@@ -53,7 +53,7 @@ def test_float32_is_the_inner_transformation_to_the_bit():
 def test_bytes_are_those_of_the_codes_and_scales():
     params = random_tree({"layers": {"kernel": (2, 64, 128)}}, 0)
     n = 2 * 64 * 128
-    counts = 8  # the two counters
+    counts = 8  # of the two step counters
     for name, options, expected in [
         ("fp8", EVERY["fp8"], 2 * n + 2 * 2 * 4),
         ("dynamic8", EVERY["dynamic8"] | {"block_size": 64}, 2 * n + 2 * n // 64 * 4),

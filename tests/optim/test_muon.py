@@ -109,8 +109,13 @@ def test_the_state_is_that_of_earlier_checkpoints():
 @pytest.mark.parametrize(
     ("mesh", "layers", "most", "moves"),
     [
-        (dict(fsdp=4, tensor=2), 8, 1.1, 8),  # over each axis, one of each matrix and one of its step
-        (dict(fsdp=2, context=4), 8, 1.1, 8),  # both split the same dim
+        (
+            dict(fsdp=4, tensor=2),
+            8,
+            1.1,
+            8,
+        ),  # over each axis: one collective for each matrix, and one for its step
+        (dict(fsdp=2, context=4), 8, 1.1, 8),  # both axes shard the same dim
         (dict(fsdp=2, context=2, tensor=2), 8, 1.1, 12),
         (dict(fsdp=2, tensor=2, data=2), 2, 1.3, 4),  # two axes split the long side: each device squares a
         (dict(fsdp=4), 1, 1.6, 8),  # whole Gram matrix, an eighth of the work of an iteration

@@ -101,7 +101,7 @@ def test_many_sums_are_as_exact_as_one_with_errors_and_drift_without(name):
     for a, b, c, g in zip(
         *map(jax.tree.leaves, (total, drifting, exact, jax.device_get(grads))), strict=True
     ):
-        # An error is that of rounding a gradient and the error before it, which may be a sum's.
+        # What is rounded is the gradient plus the error before it, which may be the error of a sum.
         once = 2 * bound(1.02 * g, name) + steps * ROUNDING * np.abs(g).sum(axis=0).max()
         assert (np.abs(a - c) <= once).all()
         assert np.abs(b - c).max() > 5 * np.abs(a - c).max()

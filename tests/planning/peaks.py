@@ -87,7 +87,7 @@ for _name, _changes in {
     "stage 2": {"mesh.stage": 2, "model.pipeline.microbatches": 4},
 }.items():
     LLAMA[f"LoRA, {_name}"] = LORA | _changes
-# What the search offers besides, on one device, where the state and its update weigh most.
+# Further settings that the search offers; on one device the state and its update take the most memory.
 for _name, _changes in {
     "as it is": {},
     "remat offload": {"model.remat": "offload"},

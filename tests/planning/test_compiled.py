@@ -142,7 +142,9 @@ def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
     largest = {kind: max(one.bytes for one in over_fsdp if one.kind == kind) for kind in KINDS}
     sizes = peaks.LLAMA_SIZES
     assert largest["reduce-scatter"] >= 2 * sizes["embed_dim"] * sizes["mlp_dim"] / 2
-    assert largest["all-reduce"] <= 4 * sizes["num_layers"] * sizes["embed_dim"]  # of all norms at most
+    assert (
+        largest["all-reduce"] <= 4 * sizes["num_layers"] * sizes["embed_dim"]
+    )  # at most the gradients of all norms
 
     def moved(collectives) -> float:
         return sum(one.sent for one in collectives if one.kind == "all-to-all")

@@ -231,7 +231,9 @@ def test_frozen_weights_have_no_gradients(family):
         gathered = {size for kind, size in kinds if kind == "all-gather"}
         found.append((cost.work(s, machine, state).flops["bfloat16"], sent & gathered))
     (whole, scattered), (frozen, left) = found
-    assert 0.6 * whole < frozen < 0.8 * whole  # attention has no weights; a third of the others is missing
+    assert (
+        0.6 * whole < frozen < 0.8 * whole
+    )  # attention has no weights; of the other FLOPs, a third is left out
     assert len(scattered) >= 2 and not left & scattered
 
 

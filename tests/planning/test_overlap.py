@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Four layers of Llama 3.1 8B with a small vocabulary: the head, which nothing hides, is as small a part as
-# in 32 layers with the whole vocabulary.
+# Four layers of Llama 3.1 8B with a small vocabulary: the head, which nothing overlaps, is as small a
+# part as in 32 layers with the whole vocabulary.
 SMALL = ["--config.model.num_layers=4", "--config.model.vocab_size=8192", "--config.data.seq_len=8192"]
 GATHERED_AT_ONCE = "--xla_gpu_all_gather_combine_threshold_bytes=1073741824"
 
@@ -18,7 +18,7 @@ GATHERED_AT_ONCE = "--xla_gpu_all_gather_combine_threshold_bytes=1073741824"
 def plan(tmp_path: Path, topology: str, *changes: str, **environment: str) -> dict:
     command = [sys.executable, "-m", "maxlp.plan", "--config=configs/llama/8b.py", "--nosearch", *SMALL]
     command += [f"--topology={topology}", f"--json={tmp_path / 'plan.json'}", *changes]
-    # Those of tests/conftest.py are for programs that run here.
+    # The flags of tests/conftest.py are for programs that run here.
     env = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
     return json.loads((tmp_path / "plan.json").read_text())

@@ -42,7 +42,7 @@ def test_invalid_names_are_explained(name, message):
         ("h100:2x8*2", 4, True),
         ("h100:2x8*2", 2, False),
         ("v5e:4x4*2", 2, True),  # slices
-        ("v5e:4x4*2", 1, False),  # no axis but this one spans them
+        ("v5e:4x4*2", 1, False),  # this axis alone spans them
         ("v5e:4x4", 2, False),  # the hosts of a slice do not count
         ("v5e:4x4*4", 2, False),
     ],

@@ -223,9 +223,9 @@ def noise(operand):
 
 
 def noise_of_matmuls(recipe):
-    """The sum of both operands' for each matmul; 0 if it is not quantized."""
+    """The `noise` of both operands together, for each matmul; 0 if it is not quantized."""
     found = {gemm: sum(map(noise, recipe.gemms.get(gemm, ()))) for gemm in recipes.GEMMS}
-    if recipe.residuals == "quantized":  # a gradient in 16 bits is of what `fwd` has quantized
+    if recipe.residuals == "quantized":  # a matmul in 16 bits then multiplies what `fwd` has quantized
         x, kernel = recipe.fwd
         found = {"drhs": noise(x), "dlhs": noise(kernel)} | {k: v for k, v in found.items() if v}
     if recipe.trust_mask:  # entries that are clipped, with 1 % of the squares, have no gradient

@@ -167,7 +167,7 @@ def bits_reduced(x, exponent_bits, mantissa_bits):
     reduced = np.ldexp(((significand >> shift) << shift).astype(np.float64), unit)
     largest = np.ldexp(float(2 ** (mantissa_bits + 1) - 1), high - mantissa_bits)
     reduced = np.where(unit + 7 > high, largest, reduced)  # exponents are clipped
-    return np.where(exponent == 255, np.nan, sign * reduced)  # what is not finite stays so
+    return np.where(exponent == 255, np.nan, sign * reduced)  # NaN and infinity have this exponent
 
 
 REDUCED = [(8, m) for m in range(1, 8)] + [(e, 7) for e in range(2, 8)] + [(5, 2), (4, 3)]

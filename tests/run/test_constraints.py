@@ -358,7 +358,7 @@ def test_a_rule_refuses_with_a_key_and_a_way_out(rule, values, devices, platform
     message = refuse(values, devices, platform)
     assert re.match(r"config\.[a-z]+\.[a-z_]+", message) and "\n" not in message
     assert part in message
-    # The message is this rule's: none before it in the table refuses the settings.
+    # The message is that of this rule: no rule before it in the table refuses the settings.
     s = read(changed(load("debug"), values))
     machine = s.machine(devices, platform)
     first = next(r for r in (*s.family.rules, *constraints.RULES) if _refuses(r, s, machine))

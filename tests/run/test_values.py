@@ -59,7 +59,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 # --- every key ------------------------------------------------------------------------------------------
 
 TEXTS = ("data.source", "data.validation_source", "data.tokenizer", "data.classes", "train.init_from")
-# Keys whose value may be what no other key's may be.
+# The only keys whose values may be negative, or huge.
 MAY_BE_NEGATIVE = re.compile(r"mesh\.(?!dcn_data).*|model\.logit_(scale|bias)|precision\.options\.margin")
 MAY_BE_HUGE = re.compile(r"data\.(shuffle_tokens|max_pixels)")
 # Two keys of a nested section that only work together, or an option of another optimizer: the message may
@@ -157,7 +157,7 @@ def test_every_missing_section_and_required_key_is_named(family):
 ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 64}
 FP8 = {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    # what a number can be
+    # numbers out of range
     ("llama", {"model.rope_theta": 0.0}, "model.rope_theta=0.0 must be at least 1"),
     ("llama", {"model.norm_eps": 0.0}, "model.norm_eps=0.0 must be above 0 and at most 1"),
     ("llama", {"model.norm_eps": 1e-45}, "model.norm_eps=1e-45 must be above 0 and at most 1 in float32"),

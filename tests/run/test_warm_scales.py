@@ -127,7 +127,7 @@ def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(le
         assert ran[-1] == full
     assert 0 < sum(ran) < 60
     assert length == 1 or len(looked) < 60
-    # Another run's state follows on one that need not have been looked at for some steps.
+    # Then comes another run's state, although that of this run need not be checked for some steps.
     full = jax.tree.map(jnp.ones_like, state["model_state"])
     for given, expected in ((full, programs.warm), (nnx.to_pure_dict(model_state), programs.cold)):
         programs({"params": {}, "model_state": given, "step": jnp.int32(0)}, {})

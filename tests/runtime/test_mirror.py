@@ -52,7 +52,7 @@ def test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket(bucket):
         (folder / "sub").mkdir()
         (folder / "sub" / "b").write_text("b")
         (folder / ".a.txt.123.tmp").write_text("half")
-        wait_until(lambda: names(bucket) == ["a.txt", "sub/b"])  # while the run goes on
+        wait_until(lambda: names(bucket) == ["a.txt", "sub/b"])  # copied while the run continues
         files.remove(folder / "sub")
         with (folder / "a.txt").open("a") as file:
             file.write("2")

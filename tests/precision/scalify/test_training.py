@@ -74,7 +74,7 @@ def test_float16_gradients_do_not_underflow():
     plain = llama_gradients(small, scaled=False, dtype="float16")
     got = llama_gradients(small, scaled=True, dtype="float16")
     assert distance(plain, want) > 0.5
-    # As bfloat16 training of this model, whose numbers have 3 bits less, is from float32: 0.016.
+    # In bfloat16, which has 3 bits fewer, this model's training differs from that in float32 by 0.016.
     assert distance(got, want) < 0.016
 
 
