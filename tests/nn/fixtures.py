@@ -1,4 +1,4 @@
-"""For tests of layers and attention: a small block, inputs, comparison of gradients, lowering for GPUs, rings."""
+"""For tests of layers and attention: a block, inputs, comparison of gradients, lowering for GPUs, rings."""
 
 import functools
 
