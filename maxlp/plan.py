@@ -94,17 +94,20 @@ def check_files(files: dict[str, str | None], compiles: bool) -> None:
             raise ValueError(f"--{name}={path} is a folder; give the name of a file")
     if files["hlo"] and not compiles:
         raise ValueError(f"--hlo={files['hlo']} needs a compiled program; omit --estimate_only")
-    if (path := files["plot"]) and Path(path).suffix not in plot.FORMATS:
+    path = files["plot"]
+    if path and Path(path).suffix not in plot.FORMATS:
         raise ValueError(f"--plot={path} must end in one of {', '.join(plot.FORMATS)}")
 
 
 def with_placeholder_data(c: ConfigDict) -> ConfigDict:
     """The config with placeholders for an unset source and tokenizer, because a plan reads no data."""
     copy: Any = c.copy_and_resolve_references()
-    with copy.unlocked():
-        for key in ("source", "tokenizer") if isinstance(copy.get("data"), ConfigDict) else ():
-            if copy.data.get(key, "") is None:
-                copy.data[key] = "unread"
+    data = copy.get("data")
+    if isinstance(data, ConfigDict):
+        with copy.unlocked():
+            for key in ("source", "tokenizer"):
+                if data.get(key, "") is None:
+                    data[key] = "unread"
     return copy
 
 
@@ -207,10 +210,8 @@ def timing(
       found: the collectives of a step on one device.
       dcn: ``mesh.dcn_data`` of the config.
     """
-    groups, rare = (
-        group([one for one in found if one.rare == is_rare], topology, plan["mesh"], dcn)
-        for is_rare in (False, True)
-    )
+    groups = group([one for one in found if not one.rare], topology, plan["mesh"], dcn)
+    rare = group([one for one in found if one.rare], topology, plan["mesh"], dcn)
     step = roofline(work, groups, topology)
     seconds_per_flop = plan["units_per_step"] / plan["devices"] / topology.chip.peak()
     return {

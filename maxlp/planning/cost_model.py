@@ -47,11 +47,13 @@ class StateShapes:
         Raises:
           ValueError: a dim that the mesh does not divide.
         """
-        return self._bytes_on(mesh, part)[0]
+        on_device, _ = self._bytes_on(mesh, part)
+        return on_device
 
     def offloaded_on(self, mesh: AbstractMesh) -> float:
         """Bytes of the optimizer's state that are in the host's memory, of one device."""
-        return self._bytes_on(mesh, "opt_state")[1]
+        _, on_host = self._bytes_on(mesh, "opt_state")
+        return on_host
 
     def sides_on(self, mesh: AbstractMesh, released: bool) -> tuple[float, float]:
         """Bytes of SOAP's sides (`soap.Side`) on one device, and of the workspace of their refresh.
@@ -82,6 +84,7 @@ class StateShapes:
         return held, workspace
 
     def _bytes_on(self, mesh: AbstractMesh, part: str) -> tuple[float, float]:
+        """Bytes of a part of the state in the memory of one device and, for that device, of its host."""
         if (mesh, part) not in self._bytes:
             on_device = on_host = 0.0
             for leaf in jax.tree.leaves(self._on(mesh, part)):
@@ -160,7 +163,8 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     )
     mesh = abstract_mesh(machine.axes)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
-    return StateShapes(abstract_state(run.make_model, run.tx, mesh, run.gates)[1])
+    _, state = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    return StateShapes(state)
 
 
 def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) -> tuple[str, float]:

@@ -24,7 +24,8 @@ def matmul_flops(text: str) -> float:
             shapes = {one.name: _dims(one.type) for one in body}
             names = _OPERANDS.findall(i.rest.split("), ")[0])[:2]
             left, right = (shapes[name] for name in names)
-            total += times * (_dot if i.opcode == "dot" else _convolution)(i, left, right)
+            flops = _dot if i.opcode == "dot" else _convolution
+            total += times * flops(i, left, right)
     return total
 
 
@@ -45,7 +46,7 @@ def executed(text: str) -> Iterator[tuple[Instruction, list[Instruction], int]]:
         body = program.get(name, [])
         for i in body:
             yield i, body, times
-            inner = times * (hlo.trip_count(i, program) if i.opcode == "while" else 1)
+            inner = times * hlo.trip_count(i, program) if i.opcode == "while" else times
             for called in hlo.called(i):
                 yield from visit(called, inner)
 

@@ -179,9 +179,10 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
     """The changes as flags of the command line."""
     flat: Changes = {}
     for key, value in changes.items():
-        flat |= (
-            {f"{key}.{name}": v for name, v in value.items()} if isinstance(value, dict) else {key: value}
-        )
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": v for name, v in value.items()}
+        else:
+            flat[key] = value
     return [f"--config.{key}={value}" for key, value in flat.items()]
 
 
@@ -190,20 +191,19 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
 
 def smaller_numerics(s: Settings) -> list[Variant]:
     """Combinations of changes that save memory, fewest changes first."""
-    parameters, moments, projected = _state_numerics(s)
     batches = [Variant(), Variant(("smaller batch",), smaller_batch=True)]
     if s.optimizer.clip_norm:  # without clipping, gradients can be released
-        clip = ("clip_norm=0",), {"optimizer.clip_norm": 0.0}
+        unclipped = {"optimizer.clip_norm": 0.0}
         batches += [
-            Variant(*clip, released=True),
-            Variant((*clip[0], "smaller batch"), clip[1], released=True, smaller_batch=True),
+            Variant(("clip_norm=0",), unclipped, released=True),
+            Variant(("clip_norm=0", "smaller batch"), unclipped, released=True, smaller_batch=True),
         ]
     variants = []
-    options = ((None, *one) for one in (parameters, moments, projected))
+    options = [[("", {}), *one] for one in _state_numerics(s)]  # the first: as it is
     for chosen, batch in itertools.product(itertools.product(*options), batches):
-        names = (*(name for name, _ in filter(None, chosen)), *batch.names)
+        names = (*(name for name, _ in chosen if name), *batch.names)
         changes = dict(batch.changes)
-        for _, values in filter(None, chosen):
+        for _, values in chosen:
             changes |= values
         if names and not ("optimizer.mu_dtype" in changes and "model.param_dtype" in changes):
             variants.append(dataclasses.replace(batch, names=names, changes=changes))
@@ -212,15 +212,13 @@ def smaller_numerics(s: Settings) -> list[Variant]:
 
 def faster_numerics(s: Settings, topology: Topology) -> list[Variant]:
     """Single changes that may make a step faster: of the matmuls, or to save memory for a faster layout."""
-    chip, recipes = topology.chip, []
-    if set(s.matmuls.values()) == {HIGH_PRECISION}:
-        recipes = [
-            (f"precision={recipe}", {"precision.recipe": recipe})
-            for dtype, recipe in SPED_UP.items()
-            if chip.peak(dtype) > chip.peak()
-        ][:1]
+    chip = topology.chip
     parameters, moments, _ = _state_numerics(s)
-    return [Variant((name,), changes) for name, changes in (*recipes, *parameters, *moments)]
+    single = [*parameters, *moments]
+    if set(s.matmuls.values()) == {HIGH_PRECISION}:
+        faster = [recipe for dtype, recipe in SPED_UP.items() if chip.peak(dtype) > chip.peak()]
+        single = [(f"precision={name}", {"precision.recipe": name}) for name in faster[:1]] + single
+    return [Variant((name,), changes) for name, changes in single]
 
 
 def _state_numerics(s: Settings) -> tuple[list, list, list]:
@@ -335,7 +333,8 @@ class _Search:
 
     def find_smallest(self, variants: list[Variant]) -> None:
         """Looks for the least memory also among variants whose state alone does not fit."""
-        for held, _, variant in sorted((self._least_held(v), i, v) for i, v in enumerate(variants)):
+        measured = [(self._least_held(variant), variant) for variant in variants]
+        for held, variant in sorted(measured, key=lambda one: one[0]):
             if math.isinf(held) or (self.smallest is not None and held > self.smallest.peak):
                 break
             if held > self._limit:
@@ -349,8 +348,8 @@ class _Search:
             state = self._state(s)
         except ValueError:  # an optimizer or a model that the variant is not for
             return math.inf
-        machines = (self._machine(s, mesh) for mesh in meshes(s, self._topology))
-        return min((held for machine in machines if (held := _held(state, machine))), default=math.inf)
+        held = [_held(state, self._machine(s, mesh)) for mesh in meshes(s, self._topology)]
+        return min((one for one in held if one is not None), default=math.inf)
 
     def _machine(self, s: Settings, mesh: Changes) -> Machine:
         return self._topology.machine(dataclasses.replace(s, mesh=mesh))
@@ -361,7 +360,8 @@ class _Search:
         fewest = max((cell.splits[-1] for cell in cells), default=0)
         for cell in cells:
             shorter = dataclasses.replace(cell, splits=[n for n in cell.splits if n <= fewest])
-            if not shorter.splits or (one := self._fastest_of(shorter, variant)) is None:
+            one = self._fastest_of(shorter, variant) if shorter.splits else None
+            if one is None:
                 continue
             split = self._base.data.batch_size // one.changes["data.batch_size"]
             found = [*(found if split == fewest else []), one]
@@ -448,27 +448,27 @@ class _Search:
         s = _split(cell.settings, n, variant)
         state = self._state(s)
         key, values = cell.parts or ("", [0])
-        tried: list[tuple[float, Settings]] = []
 
-        def fits(value: int) -> bool:
-            with_parts = changed(s, {key: value}) if key else s
+        def with_parts(value: int) -> Settings:
+            return changed(s, {key: value}) if key else s
+
+        @functools.cache
+        def peak(value: int) -> float:
             if value != values[0] and not _accepts_parts(cell, value):
-                return False
-            peak = sum(self._cost.memory(with_parts, cell.machine, state).values())
-            tried.append((peak, with_parts))
-            return peak <= self._limit
+                return math.inf
+            return sum(self._cost.memory(with_parts(value), cell.machine, state).values())
 
         # The config's value, one part and the most decide; see the module's third property.
-        chosen = next((v for v in dict.fromkeys((values[0], min(values), max(values))) if fits(v)), None)
+        deciding = (values[0], min(values), max(values))
+        chosen = next((value for value in deciding if peak(value) <= self._limit), None)
         if chosen is None:
-            peak, with_parts = min(tried, key=lambda one: one[0])
-            if self.smallest is None or peak < self.smallest.peak:
-                self.smallest = self._candidate(with_parts, cell, variant, peak)
+            least = min(deciding, key=peak)
+            if self.smallest is None or peak(least) < self.smallest.peak:
+                self.smallest = self._candidate(with_parts(least), cell, variant, peak(least))
             return None
-        if chosen not in (values[0], min(values)):
-            next(v for v in sorted(values[1:]) if fits(v))
-        peak, with_parts = tried[-1]
-        return self._candidate(with_parts, cell, variant, peak)
+        if chosen not in (values[0], min(values)):  # the most parts: fewer may be enough
+            chosen = next(value for value in sorted(values[1:]) if peak(value) <= self._limit)
+        return self._candidate(with_parts(chosen), cell, variant, peak(chosen))
 
     def _candidate(self, s: Settings, cell: Cell, variant: Variant, peak: float) -> Candidate:
         time = self._time(s, cell.machine)

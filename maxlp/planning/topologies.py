@@ -240,7 +240,8 @@ def devices(topology: Topology) -> list[jax.Device]:
             "'maxlp[aot]' (Linux), or add --estimate_only"
         )
     try:
-        return list((_tpu if topology.chip.torus else _gpu)(topology).devices)
+        described = _tpu(topology) if topology.chip.torus else _gpu(topology)
+        return list(described.devices)
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"topology {topology.name!r}: the compiler rejects it: {reason}") from error
@@ -265,7 +266,7 @@ def compile_without_devices() -> None:
 
 
 def _tpu(topology: Topology) -> topologies.TopologyDescription:
-    name = {"v7x": "tpu7x"}.get(topology.chip_name, topology.chip_name)
+    name = "tpu7x" if topology.chip_name == "v7x" else topology.chip_name
     options: dict = {}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
