@@ -218,31 +218,52 @@ class Compiled:
 
     def _in_order(self, part: str, named: Mapping[tuple[str, str], np.ndarray], own: Given) -> Tensors:
         """Forward, the loss, backward from the last layer to the first, and what the step makes of it."""
-        rank = {place: i for i, place in enumerate(reversed(list(self._modules())))}
-        found: list[tuple[tuple, Site, np.ndarray]] = []
+        backward = {place: i for i, place in enumerate(reversed(list(self._modules())))}
+        stages = {kind: i for i, kind in enumerate(("forward", *KINDS))}
+        found: list[tuple[tuple[int, int, float], Site, np.ndarray]] = []  # with (stage, place, end)
         for path, x in own.items():
             end = next(end for end, name in taps.ENDS.items() if name == path[-1])
-            module, layers = path_name(path[:-1]), self.taps[path].layers
-            for layer in [None] if layers is None else range(layers):
-                r, (value, grad) = rank[module, layer], x if layer is None else x[layer]
+            module = path_name(path[:-1])
+            for layer, (value, grad) in _by_layer(x, self.taps[path].layers):
+                place = backward[module, layer]
                 site = Site(part, end, module, layer)
-                found.append(((0, -r, end == "output"), site, value))
-                found.append(((2, r, end == "input"), site._replace(kind=f"gradient of {end}"), grad))
+                found.append(((stages["forward"], -place, end == "output"), site, value))
+                site = Site(part, f"gradient of {end}", module, layer)
+                found.append(((stages["gradient"], place, end == "input"), site, grad))
         for (kind, path), x in named.items():
-            layers = next((n for stack, n in self.stacks.items() if f"/{stack}" in f"/{path}"), 0)
-            for layer in range(layers) if layers and x.shape[:1] == (layers,) else [None]:
-                r = rank.get((path.rpartition("/")[0], layer), -1) if kind == "gradient" else layer or 0
+            module, _, _ = path.rpartition("/")
+            for layer, value in _by_layer(x, self._num_layers(path, x)):
+                place = layer or 0
+                if kind == "gradient":
+                    place = backward.get((module, layer), -1)
                 # A gradient is between those of its layer's output (0) and input (1) above.
-                key = (KINDS.index(kind) + 1, r, 0.5)
-                found.append((key, Site(part, kind, path, layer), x if layer is None else x[layer]))
+                found.append(((stages[kind], place, 0.5), Site(part, kind, path, layer), value))
         return {site: x for _, site, x in sorted(found, key=lambda one: one[0])}
+
+    def _num_layers(self, path: str, x: np.ndarray) -> int | None:
+        """The layers that an array holds along its first axis; None if it is not of a stack."""
+        for stack, layers in self.stacks.items():
+            if f"/{stack}" in f"/{path}":
+                return layers if x.shape[:1] == (layers,) else None
+        return None
 
     def _modules(self) -> Iterator[tuple[str, int | None]]:
         """Each tapped module and layer, in the order of the forward pass."""
         for layers, group in itertools.groupby(self.taps.items(), lambda item: item[1].layers):
             modules = dict.fromkeys(path_name(path[:-1]) for path, _ in group)
-            for layer in [None] if layers is None else range(layers):
+            for layer in _layers(layers):
                 yield from ((module, layer) for module in modules)
+
+
+def _layers(number: int | None) -> Iterable[int | None]:
+    """The layers of a stack; the one None outside of stacks."""
+    return [None] if number is None else range(number)
+
+
+def _by_layer(x: np.ndarray, number: int | None) -> Iterator[tuple[int | None, np.ndarray]]:
+    """Each of `_layers` with its part of an array."""
+    for layer in _layers(number):
+        yield layer, x if layer is None else x[layer]
 
 
 def shapes(tree: Any) -> Any:
@@ -342,7 +363,8 @@ def record(
     trained, new = a.as_trained(state, batch)
     if is_quantized:
         bits = min(bits, FLIPPING_BITS)
-    spread |= _at_least_the_quartile(_spread(trained, (a.as_trained(one, batch)[0] for one in moved(bits))))
+    runs = (a.as_trained(one, batch)[0] for one in moved(bits))
+    spread |= _at_least_the_quartile(_spread(trained, runs))
     return Recorded(state, batch, given, tensors | trained, spread), new
 
 
@@ -403,8 +425,11 @@ def _at_least_the_quartile(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndar
 def differences(recorded: Recorded, b: Compiled) -> list[Difference]:
     """How program B differs in a recorded step, in the order of the program."""
     state, batch, given, base, spread = recorded
-    other = b.on_inputs(state, batch, given)[0] if given else {}
-    return _differences(base, other | b.as_trained(state, batch)[0], spread)
+    on_inputs: Tensors = {}
+    if given:
+        on_inputs, _ = b.on_inputs(state, batch, given)
+    as_trained, _ = b.as_trained(state, batch)
+    return _differences(base, on_inputs | as_trained, spread)
 
 
 def _differences(base: Tensors, other: Tensors, spread: Mapping[Site, np.ndarray]) -> list[Difference]:
@@ -424,9 +449,10 @@ def _differences(base: Tensors, other: Tensors, spread: Mapping[Site, np.ndarray
 def norms(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The root mean square and the largest magnitude of b - a, relative to the root mean square of a."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    rms, _ = _sizes(a)
     with np.errstate(invalid="ignore", divide="ignore"):
         d = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, b - a)
-        found = np.array([np.sqrt(np.mean(d**2)), np.max(np.abs(d), initial=0)]) / _sizes(a)[0]
+        found = np.array([np.sqrt(np.mean(d**2)), np.max(np.abs(d), initial=0)]) / rms
     return np.nan_to_num(found, nan=np.inf, posinf=np.inf) if d.any() else np.zeros(2)
 
 
@@ -441,7 +467,7 @@ def _unit(a: np.ndarray, b: np.ndarray, relative_to: np.ndarray) -> np.ndarray:
     """One unit in the last place of a, in the coarser dtype of a and b, as `norms` of another array."""
     kinds = [x.dtype for x in (a, b) if jnp.issubdtype(x.dtype, jnp.inexact)]
     unit = 2.0 ** -min([jnp.finfo(kind).nmant for kind in kinds], default=23)
-    rms = _sizes(relative_to)[0]
+    rms, _ = _sizes(relative_to)
     return unit * (_sizes(a) / rms if rms else np.ones(2))
 
 
@@ -457,8 +483,10 @@ def source(compiled: Compiled, site: Site) -> str:
         [index] = [i for i, (path, _) in enumerate(outputs) if path[1:] == (key,)]
         eqn = _producer(jaxpr, jaxpr.outvars[index])
     else:
-        end = site.kind.split()[-1]
-        name = taps.mark(tuple(site.path.split("/")), end) + " gradient" * (end != site.kind)
+        end = site.kind.removeprefix("gradient of ")
+        name = taps.mark(tuple(site.path.split("/")), end)
+        if site.kind != end:
+            name += " gradient"
         eqn = _named_equation(jaxpr, name)
     return f"{_line(eqn)}: {eqn.primitive.name}" if eqn is not None and _line(eqn) else ""
 
@@ -470,16 +498,24 @@ def _line(eqn: Any) -> str:
 
 def _producer(jaxpr: Any, var: Any) -> Any:
     """The equation that computes a variable, in loops and calls too; None if none has a line."""
-    eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
-    if eqn is None or all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
+    made = [(eqn, index) for eqn in jaxpr.eqns for index, out in enumerate(eqn.outvars) if out is var]
+    if not made:
         return None
-    index = next(i for i, out in enumerate(eqn.outvars) if out is var)
+    [(eqn, index)] = made
+    if all(isinstance(operand, jaxpr_core.Literal) for operand in eqn.invars):
+        return None
     for inner in jaxpr_core.jaxprs_in_params(eqn.params):
-        if len(inner.outvars) == len(eqn.outvars) and (found := _producer(inner, inner.outvars[index])):
-            return found
+        if len(inner.outvars) == len(eqn.outvars):
+            found = _producer(inner, inner.outvars[index])
+            if found is not None:
+                return found
     if eqn.primitive.name not in PASSED and _line(eqn) and not _line(eqn).startswith(PASSED_FILES):
         return eqn
-    return next((found for operand in eqn.invars if (found := _producer(jaxpr, operand))), None)
+    for operand in eqn.invars:
+        found = _producer(jaxpr, operand)
+        if found is not None:
+            return found
+    return None
 
 
 def _named_equation(jaxpr: Any, name: str) -> Any:
