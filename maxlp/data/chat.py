@@ -20,7 +20,6 @@ before it.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -118,10 +117,11 @@ def open_conversations(
         )
     has_messages = any("messages" in part[0] for part in sources)
     chat = make_chat(tokenizer, config.tokenizer) if has_messages else None
-    return [
+    documents = [
         Conversations(part, chat, config.seq_len) if is_chat else part
         for part, is_chat in zip(sources, chats, strict=True)
-    ], chat.fingerprint if chat else ""
+    ]
+    return documents, chat.fingerprint if chat else ""
 
 
 class Conversations:
@@ -229,7 +229,8 @@ class Chat:
             if len(after) and not has_end:
                 following = self._next_content(parts.text, parts.contents, end)
                 ends = after[(ids[after] == self.end_id) & (begin_T[after] < following)]
-                answer_T = (end_T > begin) & (begin_T < end_T[(*ends, *after)[0]])
+                turn_end = ends[0] if len(ends) else after[0]
+                answer_T = (end_T > begin) & (begin_T < end_T[turn_end])
             is_learned_T |= answer_T
         return np.where(is_learned_T, ids, ~ids)
 
@@ -244,7 +245,9 @@ class Chat:
         # Within a message, the spelling of a special token is plain text.
         sections, last = [], 0
         for begin, end in parts.contents:
-            for match in self._special.finditer(parts.text, begin, end) if begin >= 0 else ():
+            if begin < 0:  # a template has dropped its beginning
+                continue
+            for match in self._special.finditer(parts.text, begin, end):
                 sections += [(parts.text[last : match.start()], True), (match[0], False)]
                 last = match.end()
         ids, offsets, length = [], [], 0
@@ -267,7 +270,8 @@ class Chat:
         marked_text, found, contents = self._render_marked(messages, prompt)
         if self._marks_itself:
             return _Parts(text, own_answers, contents if marked_text == text else [])
-        num_answers, answers = sum(message["role"] == "assistant" for message in messages), found
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        answers = found
         if marked_text != text or len(found) < num_answers:
             # Templates may test whether there is content beside tool calls, or leave it out.
             marked_text, found, contents = self._render_marked(messages, prompt, also_empty=False)
@@ -276,7 +280,8 @@ class Chat:
             (self._answer_begin(text, begin, after, end), end)
             for (begin, end), after in zip(answers, [0, *(end for _, end in answers)], strict=False)
         ]
-        if text != marked_text or [begin >= 0 for begin, _ in answers] != [True] * num_answers:
+        all_found = len(answers) == num_answers and all(begin >= 0 for begin, _ in answers)
+        if text != marked_text or not all_found:
             raise ValueError(
                 "the chat template changes the assistant's messages, so that they cannot be found in its"
                 " text; mark them in it with {% generation %}"
@@ -296,11 +301,14 @@ class Chat:
         others, answers = iter(found), []
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and (message["content"] or "").strip():
-                answers += [*itertools.islice(others, 1)]
+                span = next(others, None)
+                if span is not None:
+                    answers.append(span)
             elif message["role"] == "assistant":
                 before = self._render(messages[:number], prompt=True)
                 end = text.find(self._end, len(before), self._next_content(text, contents, len(before)))
-                answers += [(len(before), end)] if text.startswith(before) and end >= 0 else []
+                if text.startswith(before) and end >= 0:
+                    answers.append((len(before), end))
         return answers
 
     def _answer_begin(self, text: str, begin: int, after: int, end: int) -> int:
@@ -378,15 +386,16 @@ def _find_spans(marked: str, marks: Sequence[str]) -> tuple[str, Spans]:
 
     Of several first marks the first one counts; the begin of a span is -1 if there is none.
     """
+    first, last = marks
     texts, length, begin = [], 0, -1
     spans: Spans = []
     for piece in re.split(f"([{MARKS}])", marked):
-        if piece not in MARKS or not piece:
+        if piece not in tuple(MARKS):
             texts.append(piece)
             length += len(piece)
-        elif piece in marks[:1]:
+        elif piece == first:
             begin = length if begin < 0 else begin
-        elif piece in marks[1:]:
+        elif piece == last:
             spans.append((begin, length))
             begin = -1
     return "".join(texts), spans

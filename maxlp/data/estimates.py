@@ -38,7 +38,10 @@ def describe(sources: Sequence[Any], tokenizer: Tokenizer, settings: Mapping[str
 
 def early_end(num_epochs: int | None, steps_per_epoch: float, steps: int) -> str:
     """A warning on a line of its own if the data ends before this many steps; "" if it is enough."""
-    if num_epochs is None or (last := math.ceil(num_epochs * steps_per_epoch)) >= steps:
+    if num_epochs is None:
+        return ""
+    last = math.ceil(num_epochs * steps_per_epoch)
+    if last >= steps:
         return ""
     return (
         f"\nwarning: data.num_epochs={num_epochs} ends the data after about {last:,} of {steps:,} steps; "
@@ -95,7 +98,9 @@ def concat_windows(lengths: np.ndarray, seq_len: int, max_documents: int | None)
     """How many windows `pack_concat` fills with documents of these lengths, the last one in part."""
     end = held = 0
     for length in lengths[lengths > 0].tolist():
-        begin = end + (-end % seq_len if held == max_documents else 0)
+        begin = end
+        if held == max_documents:  # the window is closed
+            begin += -end % seq_len
         end = begin + length
         held = held + 1 if begin % seq_len and begin // seq_len == end // seq_len else 1
     return end / seq_len

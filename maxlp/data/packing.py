@@ -46,7 +46,9 @@ def pack_concat(
     end, index, offset = 0, 0, documents.offset
     held = 0  # documents so far in the window that is being filled
     while (document := documents.peek(index)) is not None:
-        begin = end + (-end % seq_len if held == max_documents else 0)
+        begin = end
+        if held == max_documents:  # the window is closed
+            begin += -end % seq_len
         end = min(begin + len(document) - offset, size + 1)
         tokens[begin:end] = document[offset : offset + end - begin]
         owner[begin:end] = index

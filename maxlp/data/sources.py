@@ -182,7 +182,8 @@ class Source:
         total = len(reader)
         self._every = round(1 / validation) if validation else 0  # spacing of validation records
         if validation and abs(validation * self._every - 1) > 0.06:
-            near = " or ".join(f"{1 / (int(1 / validation) + more):.3g}" for more in (0, 1))
+            below = int(1 / validation)
+            near = f"{1 / below:.3g} or {1 / (below + 1):.3g}"
             raise ValueError(f"validation={validation} is not 1/N, and takes every N-th record; set {near}")
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
@@ -245,7 +246,8 @@ def _empty_split(spec: Spec, total: int) -> str:
         return f"split {spec.split!r} contains no documents; change ?split="
     if total == 1:
         return SINGLE_DOCUMENT
-    documents, fraction = f"{total} documents" if total else "documents", 0.5 if 0 < total < 10 else 0.1
+    documents = f"{total} documents" if total else "documents"
+    fraction = 0.5 if 0 < total < 10 else 0.1
     return (
         f"split {spec.split!r} contains none of the {documents}; set ?validation={fraction}, or ?split=all "
         "to validate on the training data"
@@ -278,9 +280,7 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
     specs = (parse_spec(part, split, "text")._replace(any_bytes=any_bytes) for part in weighted)
     sources = tuple(map(open_source, specs))
     for source in sources:
-        documents = (source[index] for index in range(len(source)))
-        # White space is no text to learn from.
-        if not any(len(d["text"].strip() if "text" in d else next(iter(d.values()))) for d in documents):
+        if not any(_has_text(source[index]) for index in range(len(source))):
             found = f"{counted(len(source), 'document')} of split {source.split!r}"
             way_out = "" if source.split == "all" else "; change ?split="
             raise ValueError(f"source {source.name!r}: no text in {found}{way_out}")
@@ -288,6 +288,13 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
         return sources[0]
     total = sum(weighted.values())
     return Mixture(sources, tuple(weight / total for weight in weighted.values()))
+
+
+def _has_text(document: dict[str, Any]) -> bool:
+    """Whether there is anything to learn from in a document, as there is not in white space."""
+    if "text" in document:
+        return bool(document["text"].strip())
+    return any(len(document[key]) > 0 for key in ("tokens", "messages") if key in document)
 
 
 def open_source(spec: Spec) -> Source:

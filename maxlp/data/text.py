@@ -317,8 +317,10 @@ class TextIterator:
     def _count_conversations(self) -> None:
         before = self.metrics()
         self._counts |= {block["stream"]: block["conversations"] for block in self._blocks}
-        for name in self.metrics().keys() - before if self._dataset.is_train else ():
-            logging.warning("there are conversations that do not fit data.seq_len; see the metric %s", name)
+        if self._dataset.is_train:
+            for name in self.metrics().keys() - before:
+                message = "there are conversations that do not fit data.seq_len; see the metric %s"
+                logging.warning(message, name)
 
     def get_state(self) -> dict[str, Any]:
         streams = {str(s): [[int(n) for n in c] for c in cs] for s, cs in self._cursors.items()}
@@ -340,7 +342,8 @@ class TextIterator:
         streams, own = state["streams"], [stream for stream, _ in self._rows]
         before = _Plan.make(self._dataset.settings | state["settings"]).num_streams
         same = before == self._plan.num_streams
-        if missing := [stream for stream in (own if same else range(before)) if str(stream) not in streams]:
+        needed = own if same else range(before)
+        if missing := [stream for stream in needed if str(stream) not in streams]:
             raise ValueError(
                 f"data state lacks stream {missing[0]}: it comes from only some of the processes;"
                 " merge the states of all processes with merge_states"
