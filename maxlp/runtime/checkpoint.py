@@ -333,10 +333,11 @@ def check_path(path: Path, name: str) -> None:
 
     Orbax searches for the files of a checkpoint with a pattern that begins with its path.
     """
-    if found := next((character for character in files.shown(path) if character in "[]*?\\"), None):
+    special = [character for character in files.shown(path) if character in "[]*?\\"]
+    if special:
         raise ValueError(
-            f"{name}={path} contains {found}, and Orbax, which reads checkpoints, takes their path for a "
-            "pattern; choose a path without [ ] * ? \\"
+            f"{name}={path} contains {special[0]}, and Orbax, which reads checkpoints, takes their path "
+            "for a pattern; choose a path without [ ] * ? \\"
         )
 
 
@@ -399,7 +400,10 @@ def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:
             continue
         if not stat.S_ISDIR(found.st_mode):
             continue
-        status = suffixes[0] if suffixes else "damaged" if sums is None else "complete"
+        if suffixes:
+            status = suffixes[0]
+        else:
+            status = "damaged" if sums is None else "complete"
         num_bytes = sum(size for _, size in (sums or {}).values())
         infos.append(StepInfo(int(number), path, status, num_bytes, found.st_mtime))
     return sorted(infos)
@@ -411,16 +415,20 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
     if os.path.isdir(root / "checkpoints"):  # False, not an error, in a folder that may not be entered
         root /= "checkpoints"
     if root.name.isdigit() and root.is_dir() and not verification.list_numbered(root):
-        if faults := verify and verification.verify(root):
+        faults = verification.verify(root) if verify else []
+        if faults:
             raise CheckpointError(f"{root} is damaged: {faults[0]}; put back a good copy, or move it away")
         return root
-    if not verify and (complete := [i.path for i in list_steps(root) if i.status == "complete"]):
-        return complete[-1]
+    if not verify:
+        complete = [info.path for info in list_steps(root) if info.status == "complete"]
+        if complete:
+            return complete[-1]
     step, damaged = verification.newest_intact(root)
     if step is None:
         bad = verification.list_damaged(root, damaged)
         found = f"{bad}; put back a good copy" if bad else "no step directory"
-        if others := root.name.isdigit() and verification.list_numbered(root.parent):
+        others = verification.list_numbered(root.parent) if root.name.isdigit() else []
+        if others:
             found = f"that step is not saved; saved: {', '.join(map(str, others))}"
         raise CheckpointError(f"no intact checkpoint in {root}: {found}")
     return root / str(step)
@@ -468,9 +476,9 @@ def _load(root: Path, abstract_state: Any, *, exact: bool, required: Names = Non
 
 def _num_bytes(described: str) -> int:
     """The size of an array that `tree_spec` describes; an upper bound for a dtype like ``key<fry>``."""
-    dtype, _, shape = described.partition("[")
+    dtype, _, _ = described.partition("[")
     itemsize = jax.numpy.dtype(dtype).itemsize if "<" not in dtype else 16
-    return itemsize * math.prod(int(size) for size in shape.strip("]").split(",") if size)
+    return itemsize * math.prod(tree_spec.shape_of(described))
 
 
 def _donatable(array: jax.Array) -> jax.Array:

@@ -63,7 +63,9 @@ def _join() -> None:
     if mode == "0":
         return
     explicit = any(name in os.environ for name in EXPLICIT)
-    detected = None if explicit else "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster()
+    detected = None
+    if not explicit:
+        detected = "MAXLP_DISTRIBUTED=1" if mode == "1" else _detect_cluster()
     if explicit or detected:
         from maxlp.runtime import cluster  # a single process needs none
 

@@ -65,17 +65,20 @@ def cache_folder() -> Path:
 
 def mirrored(path: Path) -> Any:
     """The `mirror.Mirror` that a path is in, or None."""
-    return (mirror := mirror_module()) and mirror.find(path)
+    mirror = mirror_module()
+    return mirror.find(path) if mirror else None
 
 
 def bucket(path: Path) -> Any:
     """The module `bucket` if a path is in a mirror, else None."""
-    return (mirror := mirror_module()) and mirror.bucket_of(path)
+    mirror = mirror_module()
+    return mirror.bucket_of(path) if mirror else None
 
 
 def shown(text: object) -> str:
     """A text for the user, with URLs instead of their local mirrors."""
-    return mirror.with_urls(str(text)) if (mirror := mirror_module()) else str(text)
+    mirror = mirror_module()
+    return mirror.with_urls(str(text)) if mirror else str(text)
 
 
 def mirror_module() -> Any:

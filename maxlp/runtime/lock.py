@@ -44,7 +44,8 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, err
 
 def open_lock(workdir: Path) -> "WorkdirLock":
     """The lock of a workdir on disk or in a bucket, not yet taken."""
-    return mirror.lock(workdir) if (mirror := mirrored(workdir)) else WorkdirLock(workdir)
+    mirror = mirrored(workdir)
+    return mirror.lock(workdir) if mirror else WorkdirLock(workdir)
 
 
 class WorkdirLock:

@@ -367,9 +367,10 @@ class MirrorLock(lock.WorkdirLock):
 
     def _send_profile(self) -> None:
         """Copies the profiler's trace, all that a process without the lock writes to the bucket."""
-        for path in self.workdir.glob("profile/**/*") if jax.process_count() > 1 else ():
-            if path.is_file():
-                self._mirror.send(path)
+        if jax.process_count() > 1:
+            for path in self.workdir.glob("profile/**/*"):
+                if path.is_file():
+                    self._mirror.send(path)
 
     def _take(self) -> None:
         content = self._content()

@@ -58,8 +58,11 @@ class Tensors(Mapping[str, np.ndarray]):
                 if name in self.file_of:
                     raise _unreadable(self._path(file), f"{self.file_of[name]} has tensor {name!r} too")
                 self.file_of[name], self.shape_of[name] = file, shape
-        for name in {**shard_of, **self.file_of} if shard_of else ():
-            if (file := shard_of.get(name)) != self.file_of.get(name):
+        if not shard_of:
+            return
+        for name in {**shard_of, **self.file_of}:
+            file = shard_of.get(name)
+            if file != self.file_of.get(name):
                 where = f"not in {file}" if file else f"in {self.file_of[name]}, but not in the index"
                 raise _unreadable(index, f"tensor {name!r} is {where}")
 

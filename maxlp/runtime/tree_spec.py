@@ -25,6 +25,12 @@ def describe_leaf(leaf: Any) -> str:
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}[{shape}]"
 
 
+def shape_of(described: str) -> tuple[int, ...]:
+    """The shape in a text of `describe_leaf`."""
+    _, _, shape = described.partition("[")
+    return tuple(int(size) for size in shape.rstrip("]").split(",") if size)
+
+
 def find_misfit(
     saved: Mapping[str, str], wanted: Any, *, exact: bool, required: Names = None
 ) -> tuple[str, str, str] | None:
@@ -59,4 +65,4 @@ def entries(described: Iterable[str]) -> set[str]:
 
 
 def _castable(old: str, new: str) -> bool:
-    return "float" in old and "float" in new and old.partition("[")[2] == new.partition("[")[2]
+    return "float" in old and "float" in new and shape_of(old) == shape_of(new)
