@@ -143,7 +143,7 @@ class Evaluate:
         program = jax.jit(evaluate, out_shardings=out).lower(self.state, batch, self.off, params)
         self.compiled = program.compile()
         # With all switches off, the gradients do not depend on what they are compared with.
-        self.reference = self.compiled(self.state, batch, self.off, params)[1]
+        _, self.reference, _ = self.compiled(self.state, batch, self.off, params)
 
     def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """``loss``, ``error`` and ``cosine`` of the gradients, and the statistics of each path."""

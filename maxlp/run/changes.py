@@ -64,8 +64,9 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
         raise ConfigError(
             f"{workdir} holds a run of another family ({changes['model.name']}); use a new workdir"
         )
-    averages = pkgutil.resolve_name(OPTIMIZERS[new["optimizer"]["name"]]).averages
-    formats = (*FORMATS, *["optimizer.b1"] * averages)  # which mixes the average into the parameters
+    formats = FORMATS
+    if pkgutil.resolve_name(OPTIMIZERS[new["optimizer"]["name"]]).averages:
+        formats += ("optimizer.b1",)  # which mixes the average into the parameters
     if unreadable := [change for key, change in changes.items() if is_in(formats, key)]:
         raise ConfigError(
             f"the checkpoints of {workdir} would be misread ({'; '.join(unreadable)}); undo the change, or "

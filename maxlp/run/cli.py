@@ -38,7 +38,8 @@ MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its mi
 
 def _suggestions(unknown: re.Match[str]) -> str:
     *others, last = (f"--{name}" for name in unknown[2].split(", "))
-    return f"--{unknown[1]} is unknown; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    known = f"{', '.join(others)} or {last}" if others else last
+    return f"--{unknown[1]} is unknown; did you mean {known}?"
 
 
 def _override_without_config(unknown: re.Match[str]) -> str:
@@ -189,8 +190,9 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
     argv[1:] = _config_first(argv[1:])
     try:
         rest = flags.FLAGS(argv)
-        for word in rest[1 + words :]:
-            raise ValueError(f"argument {word!r} is not a flag; flags are --NAME=VALUE, see --help")
+        unread = rest[1 + words :]
+        if unread:
+            raise ValueError(f"argument {unread[0]!r} is not a flag; flags are --NAME=VALUE, see --help")
         _check_numbers()
         return rest
     except SystemExit:
@@ -230,7 +232,8 @@ def _one_line(error: BaseException) -> str:
 
 def _unknown_override(argv: list[str]) -> str | None:
     """The message for the first --config.SECTION.KEY that the config does not have."""
-    if "config" not in flags.FLAGS or (c := flags.FLAGS["config"].parser.config) is None:
+    c = flags.FLAGS["config"].parser.config if "config" in flags.FLAGS else None
+    if c is None:
         return None
     for word in argv:
         name = word.partition("=")[0].lstrip("-")
@@ -317,7 +320,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
-    if _drop_unread_output() and isinstance(sys.exc_info()[1], BrokenPipeError):
+    nobody_reads = _drop_unread_output()
+    if nobody_reads and isinstance(sys.exception(), BrokenPipeError):
         _exit(EXIT_FAILED)
     message = shown(message)
     if len(message) > MAX_MESSAGE:

@@ -90,7 +90,9 @@ def adapter_refusal(s: Settings) -> str | None:
             "optimizer.galore does not apply to the low-rank matrices of train.lora; set one of them only"
         )
     rounding = s.optimizer.param_rounding
-    return rounding and (
+    if rounding is None:
+        return None
+    return (
         f"optimizer.param_rounding={rounding} is for parameters of 16 bits, and those of train.lora are in "
         "float32; unset one of them"
     )
@@ -127,12 +129,13 @@ def _local_refusal(s: Settings, steps: int, machine: Machine) -> str | None:
         # Not tried: each replica would choose subspaces of its own.
         (optimizer.galore is not None, "optimizer.galore", "optimizer.galore.rank=0"),
     )
-    if (message := first_refusal(f"train.local.steps={steps}", refused)) or total % steps == 0:
-        return message
-    return (
-        f"train.total_steps={total} is not a multiple of train.local.steps={steps}, and the last steps "
-        f"would not reach the outer parameters; use {-(-total // steps) * steps}"
-    )
+    message = first_refusal(f"train.local.steps={steps}", refused)
+    if message is None and total % steps:
+        message = (
+            f"train.total_steps={total} is not a multiple of train.local.steps={steps}, and the last steps "
+            f"would not reach the outer parameters; use {-(-total // steps) * steps}"
+        )
+    return message
 
 
 def _refused_by_replicas(s: Settings, machine: Machine) -> tuple[Refused, ...]:

@@ -45,8 +45,10 @@ def batch_divides(s: Settings, machine: Machine) -> str | None:
 def attention_runs(s: Settings, machine: Machine) -> str | None:
     """Each attention kernel supports only some platforms, lengths, dtypes and numbers of heads."""
     kernel, uses = s.on(machine).model.attention, s.attention_uses(machine)
-    found = (refusal(kernel, use, *machine) for use in uses)
-    return next(filter(None, found), None)
+    for use in uses:
+        if message := refusal(kernel, use, *machine):
+            return message
+    return None
 
 
 # --- precision ------------------------------------------------------------------------------------------
@@ -263,7 +265,9 @@ def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str 
 def guard_uses_its_settings(s: Settings, machine: Machine) -> str | None:
     """What a guard would do at a spike is silently left out where another one, or none, is set."""
     c = s.spikes
-    for key in () if c.guard == "rollback" else ("rewind_steps", "skip_batches"):
+    if c.guard == "rollback":
+        return None
+    for key in ("rewind_steps", "skip_batches"):
         if (value := getattr(c, key)) != getattr(SpikeConfig, key):
             return (
                 f"spikes.{key}={value} has no effect with spikes.guard={c.guard}; set "
@@ -278,7 +282,8 @@ def outputs_are_made(s: Settings, machine: Machine) -> str | None:
     if start > steps:
         return f"profile.start={start} is after train.total_steps={steps}; lower it, or set 0 for no trace"
     saves = s.checkpoint.keywords
-    if (kept := saves.get("keep_every")) and kept % saves["every_steps"]:
+    kept = saves.get("keep_every")
+    if kept and kept % saves["every_steps"]:
         every = f"checkpoint.every_steps={saves['every_steps']}"
         return f"checkpoint.keep_every={kept} is not a multiple of {every}; change one of them"
     labels = [key for key in ("wandb_group", "wandb_tags") if metrics.get(key)]

@@ -227,7 +227,8 @@ def _memory(s: Settings, state: State) -> str:
     if s.train.lora is not None:
         names |= {"params": "adapters", "model_state": "frozen parameters"}
     sizes = {part: f"{name} {gib(state[part]):.3g} GiB" for part, name in names.items()}
-    sizes["opt_state"] += " on the host" * s.optimizer.offload
+    if s.optimizer.offload:
+        sizes["opt_state"] += " on the host"
     return ", ".join(sizes.values())
 
 

@@ -31,7 +31,8 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
       ConfigError: a wrong value, or a run without low precision.
     """
     read(ConfigDict(values))  # raises
-    p, infos = values["precision"], checkpoint.list_steps(workdir / "checkpoints") if workdir else []
+    p = values["precision"]
+    infos = checkpoint.list_steps(workdir / "checkpoints") if workdir else []
     first = p["high_precision_from"]
     if max((i.step for i in infos if i.status == "complete"), default=0) >= first:
         p |= WITHOUT_RECIPE | dict(options=dict.fromkeys(p["options"]), health_every=0)

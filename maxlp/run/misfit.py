@@ -53,9 +53,10 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
     try:
         checkpoint.fitting_record(newest, abstract, exact=True, required=CORE)
     except checkpoint.CheckpointError as error:
-        path, *_ = tree_spec.find_misfit(saved, abstract, exact=True, required=CORE) or ("",)
-        keys = DECIDING.get(path.partition("/")[0], ())
-        if not (reasons := [line for key, line in changed.items() if is_in(keys, key)]):
+        misfit = tree_spec.find_misfit(saved, abstract, exact=True, required=CORE)
+        part = misfit[0].partition("/")[0] if misfit else ""
+        reasons = [line for key, line in changed.items() if is_in(DECIDING.get(part, ()), key)]
+        if not reasons:
             raise
         raise ConfigError(
             f"the checkpoints of {workdir} do not fit the changed config ({'; '.join(reasons)}); undo the "
@@ -81,7 +82,7 @@ def num_replicas(arrays: Mapping[str, str]) -> int:
     """The number of replicas whose own state is among these arrays (`tree_spec.describe`); 0 if none is."""
     for path, described in arrays.items():
         if path.startswith(("model_state/errors/", "opt_state/replicas/")):
-            return int(described.partition("[")[2].rstrip("]").split(",")[0])
+            return tree_spec.shape_of(described)[0]
     return 0
 
 

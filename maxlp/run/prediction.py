@@ -190,7 +190,8 @@ def _gradient(s: Settings, state: State, batches: list[Any]) -> tuple[dict, jax.
     total = jax.tree.map(jnp.zeros_like, state["params"]), jnp.zeros(())
     for batch in batches:
         total = add(state, batch, total)
-    return total[0], total[1] / len(batches)
+    grads, loss = total
+    return grads, loss / len(batches)
 
 
 def _add(
@@ -200,8 +201,9 @@ def _add(
     batch: Any,
     total: tuple[dict, jax.Array],
 ) -> tuple[dict, jax.Array]:
+    sum_grads, sum_loss = total
     grads, _, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
-    return jax.tree.map(jnp.add, total[0], grads), total[1] + metrics["loss"]
+    return jax.tree.map(jnp.add, sum_grads, grads), sum_loss + metrics["loss"]
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -214,14 +216,16 @@ def table(found: list[Prediction]) -> Iterator[str]:
     """
     header = f"{'rank':>6}{'1-cos':>10}{'error':>10}{'Δloss':>10}{'rank':>8}{'Gauss MSE':>11}"
     width = max(len("recipe"), *(len(p.name) for p in found))
-    name = f"{{:<{width}}}" if width + len(header) <= 80 else "{}\n"
-    yield name.format("recipe") + header
+    fits = width + len(header) <= 80
+
+    def row(name: str, numbers: str) -> str:
+        return f"{name:<{width}}{numbers}" if fits else f"{name}\n{numbers}"
+
+    yield row("recipe", header)
     by_mse = sorted(p.mse for p in found)
     for rank, p in enumerate(found, 1):
-        yield name.format(p.name) + (
-            f"{rank:>6}{p.angle:>10.1e}{p.error:>10.1e}{p.loss:>+10.1e}"
-            f"{by_mse.index(p.mse) + 1:>8}{p.mse:>11.1e}"
-        )
+        numbers = f"{rank:>6}{p.angle:>10.1e}{p.error:>10.1e}{p.loss:>+10.1e}"
+        yield row(p.name, f"{numbers}{by_mse.index(p.mse) + 1:>8}{p.mse:>11.1e}")
 
 
 def write(found: list[Prediction], step: int, folder: Path) -> Path:

@@ -55,7 +55,8 @@ UNREAD = (
 
 def reads_argument(get_config: Callable) -> bool:
     """False for a Python function whose code never loads its first argument."""
-    if not (code := getattr(get_config, "__code__", None)) or not code.co_argcount:
+    code = getattr(get_config, "__code__", None)
+    if code is None or not code.co_argcount:
         return True  # unknown
     loads = (i for i in dis.get_instructions(code) if "LOAD_" in i.opname)
     names = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in loads)

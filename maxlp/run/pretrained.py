@@ -67,8 +67,11 @@ class RunWeights:
         self.path = path
         self.workdir = next((p for p in (path, *path.parents[:2]) if (p / "config.json").exists()), None)
         self.config = None if self.workdir is None else run_dir.load_config(self.workdir)
-        self.model = None if self.config is None else _section(*read_model(self.config)[:2])
-        self.data: dict[str, Any] = {} if self.config is None else self.config.to_dict().get("data", {})
+        self.model: dict[str, Any] | None = None
+        self.data: dict[str, Any] = {}
+        if self.config is not None:
+            family, model, _ = read_model(self.config)
+            self.model, self.data = _section(family, model), self.config.to_dict().get("data", {})
 
     @cached_property
     def tokenizer(self) -> str | None:
@@ -462,4 +465,5 @@ def _with_their_vocabulary(s: Settings, found: RunWeights | LibraryWeights) -> S
 
 def _abstract(s: Settings, mesh: Mesh) -> State:
     """The parameters as shapes, dtypes and shardings."""
-    return abstract_model(make_model(s.family, s.model, s.precision), mesh)[1]["params"]
+    _, abstract = abstract_model(make_model(s.family, s.model, s.precision), mesh)
+    return abstract["params"]

@@ -84,7 +84,8 @@ def with_precision(s: Settings, precision: str) -> Settings:
         train=dataclasses.replace(s.train, release_gradients=False),
         optimizer=dataclasses.replace(s.optimizer, offload=False),
     )
-    if not (dtype := PRECISIONS[precision]):
+    dtype = PRECISIONS[precision]
+    if dtype is None:
         return s
     if s.model.param_dtype == "float16":
         raise ValueError(

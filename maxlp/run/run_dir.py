@@ -44,8 +44,9 @@ def undone_on_failure(workdir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for path in set(workdir.iterdir()) - before if is_primary() else ():
-            remove(path)
+        if is_primary():
+            for path in set(workdir.iterdir()) - before:
+                remove(path)
         raise
 
 

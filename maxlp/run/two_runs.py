@@ -202,7 +202,9 @@ def same_positions(a: str, b: str) -> bool:
     """Whether taps of two runs with these `positions` see the same tokens at the same places."""
     from maxlp.nn.attention import sequence_order
 
-    return bool(a and b) and (a == b or not any(map(sequence_order, (a, b))))
+    if not a or not b:
+        return False
+    return a == b or not (sequence_order(a) or sequence_order(b))
 
 
 # --- output ---------------------------------------------------------------------------------------------

@@ -113,7 +113,9 @@ def _quantized(model: nnx.Module) -> list[tuple[Any, QuantDot]]:
     dots = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, QuantDot)}
     used: dict[Any, Any] = dict.fromkeys(dots, True)
     for outer, block in nnx.iter_modules(model):
-        for path in dots if isinstance(block, Block) and block.parts else ():
+        if not isinstance(block, Block) or not block.parts:
+            continue
+        for path in dots:
             if path[: len(outer)] == outer:
                 linear = path_name(path[len(outer) : -1])
                 layers = [[linear not in part.plain] * (part.stop - part.start) for part in block.parts]
