@@ -220,7 +220,9 @@ def export_weights(
         )
     c = run_dir.load_config(workdir)
     family, model, _ = read_model(c)
-    stored = dtype or model.param_dtype if quantize is None else "bfloat16"
+    stored = dtype or model.param_dtype
+    if quantize is not None:
+        stored = "bfloat16"  # what is not quantized
     model = dataclasses.replace(model, param_dtype=stored)
     known = weights.formats(family.name)
     format_name = format_name or next(iter(known))

@@ -139,11 +139,12 @@ def check_flags() -> None:
     """Raises a ConfigError for a flag that the evaluation would ignore."""
     f = flags.FLAGS
     if f.lm_eval:
-        unused = dict.fromkeys(("config", "linear_probe", "l2"), "with --lm_eval")
+        unused: dict[str, str] = dict.fromkeys(("config", "linear_probe", "l2"), "with --lm_eval")
     else:
         own = ("lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
         unused = dict.fromkeys(own, "without --lm_eval")
-        unused |= {} if f.linear_probe else {"l2": "without --linear_probe"}
+        if not f.linear_probe:
+            unused["l2"] = "without --linear_probe"
     for name, why in unused.items():
         if f[name].present:
             raise ConfigError(f"--{name} has no effect {why}; drop it")

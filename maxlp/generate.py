@@ -59,7 +59,10 @@ def main() -> None:
     language = Language(files.local_path(f.workdir, "--workdir"))
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        (chat if f.chat else continue_prompts)(language, mesh, sampling)
+        if f.chat:
+            chat(language, mesh, sampling)
+        else:
+            continue_prompts(language, mesh, sampling)
 
 
 def continue_prompts(language: Language, mesh: Mesh, sampling: Sampling) -> None:

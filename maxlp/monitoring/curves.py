@@ -104,8 +104,10 @@ PANELS: tuple[Callable[["Axes", Run], None], ...] = (learning_rate_panel, grad_n
 def _subtitle(run: Run) -> str:
     seen = run.units_seen
     parts = [run.setting("model", "name"), f"step {run.step:,}"]
-    parts += [f"{run.num_params / 1e6:,.4g} M parameters"] if run.num_params else []
-    parts += [f"{seen / 1e6:,.4g} M {run.unit}"] if seen else []
+    if run.num_params:
+        parts.append(f"{run.num_params / 1e6:,.4g} M parameters")
+    if seen:
+        parts.append(f"{seen / 1e6:,.4g} M {run.unit}")
     return " · ".join(filter(None, parts))
 
 

@@ -59,7 +59,9 @@ def run_lines(run: Run) -> Lines:
     """State of the run, all starts, and the device, command and versions of the newest start."""
     lines = [("directory", str(run.workdir)), ("state", _state(run))]
     for i, start in enumerate(run.starts):
-        event = "resumed" if start.get("step") else "restarted" if i else "started"
+        event = "restarted" if i else "started"
+        if start.get("step"):
+            event = "resumed"
         lines.append((event, f"{start.get('time', '?')} at step {start.get('step', '?')}"))
     if run.starts:
         newest = run.starts[-1]
@@ -222,7 +224,8 @@ def spike_lines(run: Run, at_most: int = 10) -> Lines:
     spikes = run.spikes
     tensors = {record["step"]: _first_tensor(record) for record in run.spike_records}
     lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
-    lines += [("", f"and {len(spikes) - at_most} more")] if len(spikes) > at_most else []
+    if len(spikes) > at_most:
+        lines.append(("", f"and {len(spikes) - at_most} more"))
     lines += _lead_lines(run, spikes)
     for entry in read_rollbacks(run.workdir):
         begin, end = entry["batches"]
