@@ -2754,7 +2754,7 @@ MONITORING = [
         "monitoring/spike_records.py",
         "monitoring/test_watch.py",
         ("if not x <= threshold}", "if x > threshold}"),
-        ("    before, last = steps[:-1]", "    before, last = steps"),
+        ("    before = steps[:-1]", "    before = steps"),
     ),
     *_in(
         "monitoring/recorder.py",

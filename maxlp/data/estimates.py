@@ -73,7 +73,8 @@ def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
         if "conversation" in document:
             lengths.append(len(document["conversation"]))
         elif "tokens" in document:
-            lengths.append(len(document["tokens"]) and len(document["tokens"]) + specials)
+            tokens = len(document["tokens"])
+            lengths.append(tokens + specials if tokens else 0)
         else:
             content = as_bytes(document["text"])
             texts.append(len(content))
@@ -82,7 +83,7 @@ def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
                 encoded_size += len(piece)
                 encoded_tokens += len(tokenizer.encode(piece))
     tokens_per_byte = encoded_tokens / max(1, encoded_size)
-    of_texts = (size and round(size * tokens_per_byte) + specials for size in texts)
+    of_texts = (round(size * tokens_per_byte) + specials if size else 0 for size in texts)
     return np.array([*lengths, *of_texts], np.int64)
 
 

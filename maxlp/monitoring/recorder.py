@@ -37,7 +37,8 @@ class IntervalMeans:
     def take(self) -> dict[str, float]:
         """The means, and the number of skipped steps if there were any. Begins the next interval."""
         found = {name: value / self._steps for name, value in self._sums.items()}
-        found |= {"skipped": float(self._skipped)} if self._skipped else {}
+        if self._skipped:
+            found["skipped"] = float(self._skipped)
         self._sums, self._steps, self._skipped = {}, 0, 0
         return found
 

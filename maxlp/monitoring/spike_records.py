@@ -55,7 +55,8 @@ def suspect(steps: Sequence[dict[str, Any]], threshold: float) -> str:
       steps: in order, each {"step": …, "rms": …, "grad_norms": …}, the latter two numbers by tensor.
       threshold: of RMS_t.
     """
-    before, last = steps[:-1], {} if not steps else steps[-1]
+    before = steps[:-1]
+    last = steps[-1] if steps else {}
     if first := first_to_cross(before, threshold):
         found = f"{first.value:.3g} at step {first.step}"
         return f"{first.tensor} was the first with RMS_t above {threshold}: {found}"

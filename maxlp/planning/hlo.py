@@ -132,8 +132,10 @@ def _computations_with_matmuls(program: dict[str, list[Instruction]]) -> set[str
 
 
 def _is_matmul(i: Instruction) -> bool:
-    target = re.search(r'custom_call_target="([^"]+)"', i.rest) if i.opcode == "custom-call" else None
-    return i.opcode in ("convolution", "dot") or (target is not None and is_kernel(target[1]))
+    if i.opcode != "custom-call":
+        return i.opcode in ("convolution", "dot")
+    target = re.search(r'custom_call_target="([^"]+)"', i.rest)
+    return target is not None and is_kernel(target[1])
 
 
 def is_kernel(target: str) -> bool:

@@ -384,19 +384,18 @@ class _Search:
 
     def _choices(self, s: Settings, variant: Variant) -> list[Changes]:
         """Every combination of the choices besides the mesh."""
-        present = s.model.remat
         choices = {"model.attention": (), **s.family.search_choices}
         options = {key: list(dict.fromkeys((_value(s, key), *values))) for key, values in choices.items()}
         if attention.AUTO not in options["model.attention"]:
             options["model.attention"].append(attention.AUTO)
-        remats = [one for one in REMATS if one != "offload" or self._topology.chip.host]
+        offered = [one for one in REMATS if one != "offload" or self._topology.chip.host]
+        remats = list(dict.fromkeys((s.model.remat, *offered)))
+        saved = [] if variant.released else [(False, remat) for remat in remats]
+        saved.append((True, s.model.remat))  # saves only the inputs of the blocks, whatever remat says
         combinations = []
-        for released in (True,) if variant.released else (False, True):
-            # With released gradients only the inputs of the blocks are saved, whatever remat says.
-            for remat in (present,) if released else dict.fromkeys((present, *remats)):
-                for values in itertools.product(*options.values()):
-                    chosen = {"model.remat": remat, "train.release_gradients": released}
-                    combinations.append(chosen | dict(zip(options, values, strict=True)))
+        for (released, remat), values in itertools.product(saved, itertools.product(*options.values())):
+            chosen = {"model.remat": remat, "train.release_gradients": released}
+            combinations.append(chosen | dict(zip(options, values, strict=True)))
         return combinations
 
     def _cell(self, s: Settings, machine: Machine, row: Changes, variant: Variant) -> Cell | None:

@@ -86,6 +86,7 @@ def open_tfds(
     for option, key in given.items():
         if key is not None and option not in keys:
             raise ValueError(f"option {option!r} is for images; text takes {', '.join(keys)}")
-        keys |= {option: key} if key is not None else {}
+        if key is not None:
+            keys[option] = key
     examples = TfdsExamples(spec.path, spec.split, data_dir or None, keys)
     return Source(spec, examples, classes=examples.classes)

@@ -73,7 +73,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def _alphabet(self) -> str:
         """What a token is written in: "bytes", "pieces" as in SentencePiece, or "" for neither."""
         decoder = json.dumps(json.loads(self._args[0])["decoder"], ensure_ascii=False)
-        return "bytes" if '"ByteLevel"' in decoder else "pieces" if "▁" in decoder else ""
+        if '"ByteLevel"' in decoder:
+            return "bytes"
+        return "pieces" if "▁" in decoder else ""
 
 
 @functools.cache
