@@ -232,19 +232,21 @@ def _moved_moments(
     state: Any, count: jax.Array, grads: Any, low_rank: Any, old: Any, new: Any, config: GaloreConfig
 ) -> Any:
     """The inner state, with the moments of refreshed layers moved to the new subspace."""
-    leaves = [
-        dict(jax.tree.flatten_with_path(tree, is_leaf=_is_subspace)[0])
-        for tree in (grads, low_rank, old, new)
-    ]
+
+    def by_path(tree: Any) -> dict[KeyPath, Any]:
+        return dict(jax.tree.leaves_with_path(tree, is_leaf=_is_subspace))
+
+    full, projected = by_path(grads), by_path(low_rank)
+    olds, news = by_path(old), by_path(new)
 
     def one(moment: str, path: KeyPath, x: jax.Array) -> jax.Array:
-        if path not in leaves[-1]:
+        if path not in news:
             return x
-        g, r, old, new = (tree[path] for tree in leaves)
-        moves = (new.last_refresh == count) & (old.last_refresh >= 0)
+        g, r, before, after = full[path], projected[path], olds[path], news[path]
+        moves = (after.last_refresh == count) & (before.last_refresh >= 0)
 
         def move() -> jax.Array:
-            y = _in_new_subspace(moment, x, r, old, new, _side(g.shape, config).dim, config)
+            y = _in_new_subspace(moment, x, r, before, after, _side(g.shape, config).dim, config)
             return jnp.where(moves[..., None, None], y, x).astype(x.dtype)
 
         return jax.lax.cond(jnp.any(moves), move, lambda: x)
@@ -315,8 +317,10 @@ def _whole(x: jax.Array, dim: int | None = None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1:
         return x
-    axes: list[Any] = [None if dim is None else PartitionSpec.UNCONSTRAINED] * x.ndim
-    axes[dim or 0] = None
+    axes: list[Any] = [None] * x.ndim
+    if dim is not None:
+        axes = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        axes[dim] = None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
 
 

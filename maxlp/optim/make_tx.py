@@ -99,7 +99,12 @@ def make_tx(
 def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` in float32; optax sums the squares of 16-bit gradients in their dtype."""
     clip = optax.clip_by_global_norm(max_norm)
-    return optax.stateless(lambda g, _: optax.tree.cast_like(clip.update(widened(g), clip.init(g))[0], g))
+
+    def clipped(grads: optax.Updates, _: optax.Params | None) -> optax.Updates:
+        in_float32, _ = clip.update(widened(grads), clip.init(grads))
+        return optax.tree.cast_like(in_float32, grads)
+
+    return optax.stateless(clipped)
 
 
 def _learning_rate(
@@ -150,7 +155,10 @@ def eval_params(opt_state: Any, params: optax.Params) -> optax.Params:
       params: the trained parameters.
     """
     found = find_states(opt_state, optax.contrib.ScheduleFreeState, AveragePart)
-    return optax.contrib.schedule_free_eval_params(found[0][1], params) if found else params
+    if not found:
+        return params
+    _, state = found[0]
+    return optax.contrib.schedule_free_eval_params(state, params)
 
 
 def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
@@ -160,5 +168,7 @@ def decay_mask(params: optax.Params, decay_embeddings: bool) -> Any:
     with `decay_embeddings`, all others (`scale`, `bias`, a logit scale, a class token …) do not. The rank
     cannot decide: a norm scale stacked over layers is an (L, D) array and still a scale.
     """
-    decayed = {"kernel", "a", "b", *(["embedding"] if decay_embeddings else [])}
+    decayed = {"kernel", "a", "b"}
+    if decay_embeddings:
+        decayed.add("embedding")
     return jax.tree.map_with_path(lambda path, _: leaf_name(path) in decayed, params)

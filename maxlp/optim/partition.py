@@ -38,13 +38,19 @@ def check_matrices(key: str, targets: Sequence[str], params: optax.Params) -> No
     Raises:
       ValueError: a target that matches no parameter, or one that is not a matrix.
     """
-    leaves = jax.tree.flatten_with_path(params)[0]
-    for target in targets if leaves else ():
+
+    def is_matrix(path: KeyPath, p: jax.Array) -> bool:
+        return len(p.shape) - layer_axes(path) == 2
+
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves:
+        return
+    examples = [path for path, p in leaves if is_matrix(path, p)] or [path for path, _ in leaves]
+    for target in targets:
         if not any(matches(path, (target,)) for path, _ in leaves):
-            one = next((path for path, p in leaves if len(p.shape) - layer_axes(path) == 2), leaves[0][0])
-            raise ValueError(f"{key}: {target!r} matches no parameter; one is {name_of(one)}")
+            raise ValueError(f"{key}: {target!r} matches no parameter; one is {name_of(examples[0])}")
     for path, p in leaves:
-        if matches(path, targets) and len(p.shape) - layer_axes(path) != 2:
+        if matches(path, targets) and not is_matrix(path, p):
             raise ValueError(
                 f"{key}={tuple(targets)} matches {name_of(path)}, which is not a matrix: {p.shape}; "
                 "narrow the targets"

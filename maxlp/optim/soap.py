@@ -105,8 +105,9 @@ def _soap(
 ) -> optax.GradientTransformation:
     def init(params: optax.Params) -> SoapState:
         zeros = optax.tree.zeros_like(widened(params))
-        sides = (jax.tree.map(functools.partial(no_side, dim=dim), params) for dim in (-2, -1))
-        whole = OfLayers(Rotated(zeros, *sides))
+        left = jax.tree.map(functools.partial(no_side, dim=-2), params)
+        right = jax.tree.map(functools.partial(no_side, dim=-1), params)
+        whole = OfLayers(Rotated(zeros, left, right))
         return SoapState(jnp.zeros([], jnp.int32), optax.tree.cast(zeros, mu_dtype), whole)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
@@ -148,7 +149,8 @@ def _soap(
 def _no_side(p: jax.Array, *, dim: int, longest: int, one_sided: bool) -> Side | optax.MaskedNode:
     """A side before the first gradient, or the placeholder of one that is not rotated."""
     m, n = p.shape[-2:]
-    if p.shape[dim] > longest or (one_sided and dim != (-2 if m <= n else -1)):
+    short = -2 if m <= n else -1
+    if p.shape[dim] > longest or (one_sided and dim != short):
         return optax.MaskedNode()
     zeros = jnp.zeros((*p.shape[:-2], p.shape[dim], p.shape[dim]), jnp.float32)
     return Side(zeros, zeros)
@@ -180,7 +182,8 @@ def _turned(
 
     def first(basis: jax.Array, nu: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
         del basis
-        return _transposed(jnp.linalg.eigh(gram)[1])[..., ::-1, :], nu
+        _, vectors = jnp.linalg.eigh(gram)  # as columns, the smallest eigenvalue first
+        return _transposed(vectors)[..., ::-1, :], nu
 
     def later(basis: jax.Array, nu: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
         # In the default precision of accelerators, directions of small eigenvalues would mix.

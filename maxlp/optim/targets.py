@@ -37,11 +37,13 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
     if found is None or not (has_galore or "rank" in config.options):
         return
     longest = max(found.sides.values())
-    most = longest - has_galore  # at full rank GaLore only rotates what its inner optimizer sees
+    # At full rank GaLore only rotates what its inner optimizer sees.
+    most = longest - 1 if has_galore else longest
     if found.rank > most:
+        way_out = "lower it or set galore.rank=0" if has_galore else "lower it"
         raise ValueError(
             f"{found.key}={found.rank} must be at most {most}, because no target has a short side above "
-            f"{longest}; lower it" + " or set galore.rank=0" * has_galore
+            f"{longest}; {way_out}"
         )
 
 
@@ -53,8 +55,10 @@ def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
         if not any(matches(path, patterns) for path, _ in jax.tree.leaves_with_path(params)):
             return [f"optimizer.name={config.name} trains everything with Adam: nothing matches {patterns}"]
     found = _projection(params, config)
-    cut = {name: side for name, side in found.sides.items() if side < found.rank} if found else {}
-    if found is None or not cut:
+    if found is None:
+        return []
+    cut = {name: side for name, side in found.sides.items() if side < found.rank}
+    if not cut:
         return []
     name = min(cut, key=cut.__getitem__)
     return [
@@ -65,9 +69,10 @@ def warnings(params: optax.Params, config: OptimizerConfig) -> list[str]:
 
 def _projection(params: optax.Params, config: OptimizerConfig) -> Projection | None:
     """None if no gradient is projected."""
+    parameters = _parameters(config)
     if config.galore is not None:
         key, rank, targets = "galore.rank", config.galore.rank, config.galore.targets
-    elif "rank" in (parameters := _parameters(config)):
+    elif "rank" in parameters:
         key, rank = "options.rank", config.options.get("rank", parameters["rank"].default)
         targets = config.options.get("targets", parameters["targets"].default)
     else:
