@@ -729,7 +729,7 @@ PRECISION = [
             "quantized.rotate(saved_x, -2), g",
             "precision/test_blocks.py",
         ),
-        ('jnp.int32 if kind == "int" else', 'jnp.float32 if kind == "int" else', "precision/test_hlo.py"),
+        ("product_dtype = jnp.int32", "product_dtype = jnp.float32", "precision/test_hlo.py"),
         (
             "return dx, dkernel, None, None, None, new_history",
             "return dx, dkernel, None, None, None, history",

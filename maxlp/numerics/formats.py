@@ -86,7 +86,8 @@ FORMATS = {
         Format("midrise4", "int", 0, 3, 15.0, jnp.int8, odd=True, clip=2.514),
     )
 }
-STATES, MATMULS = (tuple(f.name for f in FORMATS.values() if use in f.uses) for use in _BOTH)
+STATES = tuple(f.name for f in FORMATS.values() if "states" in f.uses)
+MATMULS = tuple(f.name for f in FORMATS.values() if "matmuls" in f.uses)
 UNKNOWN = (
     f"is unknown; one of {', '.join(MATMULS)}, or eXmY or eXmYfn with 2 to 8 exponent and 0 to 23 mantissa "
     "bits for a simulated format"
@@ -103,8 +104,13 @@ def get(name: str) -> Format:
     if name in MATMULS:
         return FORMATS[name]
     match = re.fullmatch(r"e(\d+)m(\d+)(fn)?", name)
-    e, m, fn = (int(match[1]), int(match[2]), bool(match[3])) if match else (0, 0, False)
-    if not (2 <= e <= 8 and fn <= m <= 23 and e + fn <= 8):
+    if match is None:
+        raise ValueError(f"format={name!r} {UNKNOWN}")
+    e, m, fn = int(match[1]), int(match[2]), match[3] is not None
+    # An fn format also has numbers in the highest binade: its NaN takes a mantissa bit, and e = 8 would go
+    # beyond float32.
+    most_e, least_m = (7, 1) if fn else (8, 0)
+    if not (2 <= e <= most_e and least_m <= m <= 23):
         raise ValueError(f"format={name!r} {UNKNOWN}")
     bias = 2 ** (e - 1) - 1
     largest = (2 - 2.0 ** (1 - m)) * 2.0 ** (bias + 1) if fn else (2 - 2.0**-m) * 2.0**bias

@@ -170,9 +170,12 @@ def _with_whole_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
 
     On automatic mesh axes XLA exchanges the missing pieces of blocks between devices.
     """
-    if (sharding := explicit_sharding(x)) is None or (names := sharding.spec[axis]) is None:
+    sharding = explicit_sharding(x)
+    if sharding is None or sharding.spec[axis] is None:
         return x
-    parts = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    names = sharding.spec[axis]
+    names = (names,) if isinstance(names, str) else names
+    parts = math.prod(sharding.mesh.shape[name] for name in names)
     if math.ceil(x.shape[axis] / size) % parts == 0:
         return x
     spec = PartitionSpec(*sharding.spec[:axis], None, *sharding.spec[axis + 1 :])

@@ -82,7 +82,8 @@ class PrecisionConfig:
 
     def make(self, name: str) -> Recipe:
         """The recipe of this name, with `options` if it is `recipe`, in rules too."""
-        return make_recipe(name, **(vars(self.options) if name == self.recipe else {}))
+        options = vars(self.options) if name == self.recipe else {}
+        return make_recipe(name, **options)
 
 
 def apply(model: nnx.Module, config: PrecisionConfig, *, gated_products: tuple[str, ...]) -> dict[str, str]:

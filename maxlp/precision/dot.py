@@ -219,7 +219,9 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
     all_quantized = recipe.residuals == "quantized"
     # If dlhs can reuse the quantized kernel, it alone is saved: it is smaller, and FSDP gathers it once.
     shared = recipe.dlhs is not None and _serves_both(recipe.fwd[1], recipe.dlhs[1])
-    return q_x if all_quantized else x, q_kernel if all_quantized or shared else kernel
+    saved_x = q_x if all_quantized else x
+    saved_kernel = q_kernel if all_quantized or shared else kernel
+    return saved_x, saved_kernel
 
 
 def _backward(static: Static, residuals, g):
@@ -438,6 +440,9 @@ def _gemm(
     kind = formats.get(pair[0].format).kind
     exact_scales = all(operand.power_of_two for operand in pair)
     narrow = kind == "float" and dtype == jnp.bfloat16 and (exact_scales or summed_over_devices)
+    product_dtype = dtype if narrow else jnp.float32
+    if kind == "int":
+        product_dtype = jnp.int32
 
     def multiply(a: Quantized, b: Quantized, _: jax.Array | None) -> jax.Array:
         product = jax.lax.dot_general(
@@ -445,7 +450,7 @@ def _gemm(
             b.codes,
             numbers,
             precision=precision if kind == "float" else None,
-            preferred_element_type=jnp.int32 if kind == "int" else dtype if narrow else jnp.float32,
+            preferred_element_type=product_dtype,
             out_sharding=out_sharding,
         )
         axes_a, axes_b = numbers[0]

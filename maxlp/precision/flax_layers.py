@@ -85,14 +85,14 @@ class _General(nnx.Module):
         self, x: jax.Array, kernel: jax.Array, dimension_numbers: Any, precision: Any = None, **options: Any
     ) -> jax.Array:
         (of_x, of_kernel), _ = dimension_numbers
-        x_free, kernel_free = (
-            [i for i in range(a.ndim) if i not in axes] for a, axes in ((x, of_x), (kernel, of_kernel))
-        )
-        shape = [x.shape[i] for i in x_free], [kernel.shape[i] for i in kernel_free]
-        x = x.transpose(*x_free, *of_x).reshape(*shape[0], -1)
+        x_free = [i for i in range(x.ndim) if i not in of_x]
+        kernel_free = [i for i in range(kernel.ndim) if i not in of_kernel]
+        tokens = [x.shape[i] for i in x_free]
+        features = [kernel.shape[i] for i in kernel_free]
+        x = x.transpose(*x_free, *of_x).reshape(*tokens, -1)
         kernel = kernel.transpose(*of_kernel, *kernel_free).reshape(x.shape[-1], -1)
         y = self.dot(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), precision, **options)
-        return y.reshape(*shape[0], *shape[1])
+        return y.reshape(*tokens, *features)
 
 
 class _Einsum(nnx.Module):

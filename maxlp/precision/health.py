@@ -146,10 +146,10 @@ def _count(x: jax.Array) -> jax.Array:
 
 def _contracted(recipe: Recipe, tensor: str, x: jax.Array) -> tuple[int, ...]:
     """The axes that the first matmul with this tensor sums over."""
-    last, tokens = (x.ndim - 1,), tuple(range(x.ndim - 1))
     if tensor == "kernel":
         return (0,) if recipe.fwd else (1,)
-    return last if (recipe.fwd if tensor == "input" else recipe.dlhs) else tokens
+    sums_over_last = recipe.fwd if tensor == "input" else recipe.dlhs  # drhs sums over the tokens
+    return (x.ndim - 1,) if sums_over_last else tuple(range(x.ndim - 1))
 
 
 # --- the pass -----------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ def flatten(found: Measurement) -> dict[str, float]:
     flat = {}
     for path, stats in found.items():
         for name, values in stats.items():
-            scales = stats.get(f"{name.partition('/')[0]}/scale")
+            tensor, _, _ = name.partition("/")
+            scales = stats.get(f"{tensor}/scale")
             for index, value in np.ndenumerate(np.asarray(values)):
                 if scales is None or np.asarray(scales)[index] != 0:
                     flat["/".join(["health", path, *map(str, index), name])] = float(value)
@@ -281,7 +282,8 @@ def lines(flat: Mapping[str, float]) -> list[tuple[str, str]]:
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for key, value in flat.items():
         path, tensor, name = key.removeprefix("health/").rsplit("/", 2)
-        path, _, layer = path.rpartition("/") if path.rpartition("/")[2].isdigit() else (path, "", "")
+        parent, _, last = path.rpartition("/")
+        path, layer = (parent, last) if last.isdigit() else (path, "")
         found.setdefault((path, tensor), {}).setdefault(name, {})[layer] = value
     return [
         (f"{path} {tensor}", _swiglu_line(stats) if tensor == "swiglu" else _tensor_line(stats))
@@ -319,7 +321,9 @@ def _tensor_line(stats: _OfLayers) -> str:
 
 def _worst(stats: _OfLayers, name: str) -> str:
     layer = max(stats[name], key=lambda i: stats[name][i])
-    return f"{name} {stats[name][layer]:.2%}{_layer(layer) if stats[name][layer] else ''}"
+    share = stats[name][layer]
+    where = _layer(layer) if share else ""
+    return f"{name} {share:.2%}{where}"
 
 
 def _layer(layer: str) -> str:

@@ -91,7 +91,7 @@ def inject(
     for path, module in found:
         if path in low:
             form = smooth_swiglu if path in gated else "none"
-            table[path] = replace.set_recipe(path, module, *low[path], form)
+            table[path] = replace.set_recipe(path, module, low[path].recipe, low[path].plain, form)
     if low:
         replace.keep_plain(model, first_blocks, last_blocks, {path: c.plain for path, c in low.items()})
         replace.set_silu(model, {path: c.recipe for path, c in low.items()})

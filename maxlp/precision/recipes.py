@@ -157,7 +157,7 @@ class Recipe:
         where = f"recipe={self.name!r}"
         for gemm, pair in self.gemms.items():
             kinds = {formats.get(operand.format).kind for operand in pair}
-            blocks = {operand.in_blocks and operand.block_size for operand in pair}
+            blocks = {operand.block_size if operand.in_blocks else None for operand in pair}
             if len(kinds) > 1 or len(blocks) > 1:
                 raise ValueError(
                     f"{where}: the operands of {gemm}, {_described(pair[0])} and {_described(pair[1])}, "

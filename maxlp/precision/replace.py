@@ -43,7 +43,10 @@ def set_recipe(path: str, module: Any, recipe: Recipe, plain: frozenset[int], sm
     else:
         module.dot_general = nnx.data(dot)
     text = recipe.name if recipe.smooth == "none" else f"{recipe.name}, smooth {recipe.smooth}"
-    return f"{text}, not in layers {' '.join(map(str, sorted(plain)))}" if plain else text
+    if not plain:
+        return text
+    numbers = " ".join(str(layer) for layer in sorted(plain))
+    return f"{text}, not in layers {numbers}"
 
 
 def replace_quant_dots(

@@ -228,24 +228,26 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         forms = both_forms()
-        (a0, b0), (a, b) = zip(
-            *((x, jnp.where(on[i], q, x)) for i, (q, x, _) in enumerate(forms)), strict=True
-        )
+        a0, b0 = (x for _, x, _ in forms)
+        a, b = (jnp.where(on[i], q, x) for i, (q, x, _) in enumerate(forms))
         y0, y = multiply(a0, b0), multiply(a, b)
         difference, size = (jnp.linalg.norm(a.ravel()) for a in (y - y0, y0))
         # Zeros have no error: an idle stage has no gradient, nor has a microbatch without targets.
         error = difference / jnp.where(size == 0, 1.0, size)
         return y.astype(dtype), statistics(forms, error)
 
-    which = jnp.where(jnp.all(on | np.array([o is None for o in operands])), 2, jnp.any(on).astype(int))
-    return jax.lax.switch(
-        which,
-        [
-            lambda: (high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)),
-            mixed,
-            lambda: (low(), mixed()[1] if None in operands else statistics(both_forms(), jnp.zeros(()))),
-        ],
-    )
+    def none_on() -> tuple[jax.Array, jax.Array]:
+        return high(), jnp.zeros((2, len(STATISTICS)), jnp.float32)
+
+    def all_on() -> tuple[jax.Array, jax.Array]:
+        if None in operands:  # only one operand is quantized, so that its error can be measured
+            _, measured = mixed()
+            return low(), measured
+        return low(), statistics(both_forms(), jnp.zeros(()))
+
+    has_no_switch = np.array([operand is None for operand in operands])
+    which = jnp.where(jnp.all(on | has_no_switch), 2, jnp.any(on).astype(int))
+    return jax.lax.switch(which, [none_on, mixed, all_on])
 
 
 def _forms(operand: Operand | None, q: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

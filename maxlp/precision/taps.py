@@ -100,7 +100,8 @@ def _modified(
         layers = [size for stack, size in in_stacks.items() if path.startswith(stack)]
         if not add:
             module.tap_found = nnx.static(found)
-        for end in ENDS if add else ():
+            continue
+        for end in ENDS:
             if (parts, end) in found.tensors:
                 shape, dtype = found.tensors[parts, end]
                 setattr(module, ENDS[end], OverwriteWithGradient(np.zeros((*layers, 2, *shape), dtype)))

@@ -13,7 +13,9 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
     Args:
       matmuls: path of each matmul of the model → its recipe, from `apply`.
     """
-    for key, reason in unused_options(p.recipe, p.options).items():
+    unused = unused_options(p.recipe, p.options)
+    if unused:
+        key, reason = next(iter(unused.items()))
         return (
             f"precision.options.{key}={getattr(p.options, key)!r} has no effect with precision.recipe="
             f"{p.recipe}: {reason} (and precision.rules take none); leave it unset or choose another recipe"
