@@ -134,7 +134,8 @@ def sample(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array
         return jnp.argmax(logits_V).astype(jnp.int32)
     logits_V = logits_V / temperature
     if 0 < top_k < logits_V.size:
-        logits_V = jnp.where(logits_V < jax.lax.top_k(logits_V, top_k)[0][-1], -jnp.inf, logits_V)
+        largest, _ = jax.lax.top_k(logits_V, top_k)
+        logits_V = jnp.where(logits_V < largest[-1], -jnp.inf, logits_V)
     if top_p < 1:
         sorted_V = jnp.sort(logits_V, descending=True)
         probability_V = jax.nn.softmax(sorted_V)

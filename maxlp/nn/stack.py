@@ -171,7 +171,12 @@ def apply_stack(
         assert alike, "see run.constraints"
         x, new_state = _in_pipeline(layer, x, per_row, (params, frozen), state, schedule, remat)
     elif scan and num_layers > 1 and alike:
-        body = _remat(REMAT_POLICIES, remat)(lambda x, xs: layer(x, xs[0], xs[1], xs[2], per_row, xs[3]))
+
+        def body(x: jax.Array, of_layer: tuple) -> tuple[jax.Array, Any]:
+            params, frozen, state, extra = of_layer
+            return layer(x, params, frozen, state, per_row, extra)
+
+        body = _remat(REMAT_POLICIES, remat)(body)
         x, (new_state, outs) = jax.lax.scan(body, x, (params, frozen, state, per_layer))
     else:
 

@@ -74,7 +74,8 @@ def supports(head_dim: int, itemsize: int) -> bool:
 def _blocks_of_device() -> dict[int, dict[str, Blocks]]:
     """The blocks for the devices of the current mesh, which need not exist; small ones without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return BLOCKS[device is not None and any(name in device.device_kind for name in LARGE_SHARED_MEMORY)]
+    is_large = device is not None and any(name in device.device_kind for name in LARGE_SHARED_MEMORY)
+    return BLOCKS[is_large]
 
 
 def flash(
@@ -231,7 +232,7 @@ class _Sizes:
     def blocks(self, kernel: str, own: int, other: int) -> Blocks:
         """The blocks of a kernel, not longer than the sequences that they cut."""
         of_device = _blocks_of_device()
-        limit = next(limit for limit in of_device if self.P * self.itemsize <= limit)
+        limit = min(limit for limit in of_device if limit >= self.P * self.itemsize)
         blocks = of_device[limit][kernel]
         lengths = min(blocks.own, _power_of_two(own)), min(blocks.other, _power_of_two(other))
         return Blocks(*lengths, blocks.warps, blocks.stages)
@@ -454,7 +455,10 @@ def _dq_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, *refs) 
         return dq_sP + dot(dlogits_st.astype(k.dtype), k_tP, 1, 0)
 
     dq_sP = program.walk(*bounds, visit, jnp.zeros(q_sP.shape, jnp.float32))
-    program.store(dq, sum((program.own(x, S) for x in earlier), dq_sP * program.scale), S)
+    dq_sP *= program.scale
+    for x in earlier:
+        dq_sP += program.own(x, S)
+    program.store(dq, dq_sP, S)
 
 
 def _dkv_kernel(program: _Program, q, k, v, dout, log_sum, delta, lo, hi, dk, dv) -> None:
