@@ -1225,7 +1225,7 @@ PARALLEL = [
         "parallel/opt_state.py",
         "optim/test_state_shardings.py",
         ("            axes[i] += moved\n", "            pass\n"),
-        ("key=lambda i: -shape[i]", "key=lambda i: shape[i]"),
+        ("key=lambda i: shape[i], reverse=True", "key=lambda i: shape[i]"),
         ("if param is None or len(shape) != len(param.shape)", "if True"),
         ("spec=PartitionSpec(*first, *x.spec)", "spec=PartitionSpec(None, *x.spec)"),
     ),

@@ -88,7 +88,8 @@ def token_gradients(
         return batch_gradients(token_loss(loss_sums, count))
 
     def gradients(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
-        total = jnp.maximum(tokens := count(batch), 1.0)
+        tokens = count(batch)
+        total = jnp.maximum(tokens, 1.0)
         forward, backward = split_model_state(graphdef, state)
 
         def share(params: dict, backward: dict, part: Batch) -> tuple[jax.Array, tuple[Metrics, dict]]:

@@ -91,8 +91,11 @@ def outer_optimizer(
     def init(params: optax.Params) -> LocalState:
         mine = {"params": params, "opt_state": inner.init(params)}
         errors = {} if format_name == "none" else optax.tree.zeros_like(params, dtype=jnp.float32)
-        of_all = (PerReplica(jax.tree.map(for_each, tree)) for tree in (mine, errors))
-        return LocalState(outer.init(params), *of_all)
+        return LocalState(
+            outer=outer.init(params),
+            replicas=PerReplica(jax.tree.map(for_each, mine)),
+            errors=PerReplica(jax.tree.map(for_each, errors)),
+        )
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         updates, own = outer.update(updates, state.outer, params)

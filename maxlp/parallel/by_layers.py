@@ -114,7 +114,9 @@ def _moves(x: jax.Array) -> list[PartitionSpec]:
 
 def _constrained(x: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    for one in [] if mesh.size <= 1 else specs:
+    if mesh.size <= 1:
+        return x
+    for one in specs:
         x = jax.lax.with_sharding_constraint(x, one)
     return x
 
@@ -122,10 +124,10 @@ def _constrained(x: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
 def _split(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[tuple, tuple]:
     """The axes of the mesh that split the layers, and those that split the last dim."""
     *layers, _, last = shape
-    dims = (*layers, 1)[0], last
+    num_layers = layers[0] if layers else 1
     axes: list[tuple] = [(), ()]
     for axis in (a for a in ORDER if mesh.shape.get(a, 1) > 1):
-        for i, dim in enumerate(dims):
+        for i, dim in enumerate((num_layers, last)):
             if dim % math.prod(mesh.shape[a] for a in (*axes[i], axis)) == 0:
                 axes[i] += (axis,)
                 break

@@ -33,13 +33,15 @@ def opt_state_shardings(tx: optax.GradientTransformation, params: Any, mesh: Mes
     jaxpr, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
     where, structure = jax.tree.flatten(places(shapes, params, mesh))
     # JAX drops the memory kind for devices without memories, such as a GPU that is only compiled for.
-    here = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
-    return structure.unflatten(
-        NamedSharding(mesh if here else mesh.abstract_mesh, place.spec, memory_kind="pinned_host")
-        if aval.memory_space == jax.memory.Space.Host
-        else place
-        for place, aval in zip(where, jaxpr.out_avals, strict=True)
-    )
+    has_memories = isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].addressable_memories()
+    mesh_of_host = mesh if has_memories else mesh.abstract_mesh
+
+    def one(place: NamedSharding, aval: Any) -> NamedSharding:
+        if aval.memory_space != jax.memory.Space.Host:
+            return place
+        return NamedSharding(mesh_of_host, place.spec, memory_kind="pinned_host")
+
+    return structure.unflatten(one(*each) for each in zip(where, jaxpr.out_avals, strict=True))
 
 
 def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -65,8 +67,11 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
     by_path = dict(jax.tree.flatten_with_path(params)[0])
 
     def owner(path: tuple) -> Any:
-        parts = (path[i:j] for i in range(len(path)) for j in range(i + 1, len(path) + 1))
-        return next((by_path[part] for part in parts if part in by_path), None)
+        for start in range(len(path)):
+            for stop in range(start + 1, len(path) + 1):
+                if path[start:stop] in by_path:
+                    return by_path[path[start:stop]]
+        return None
 
     def one(path: tuple, leaf: Any) -> Any:
         if isinstance(leaf, PerReplica):
@@ -101,7 +106,7 @@ def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -
     shared = [i for i, (a, b) in enumerate(zip(shape, param.shape, strict=True)) if a == b]
     moved = tuple(axis for i, dim_axes in enumerate(axes) if i not in shared for axis in dim_axes)
     axes = [dim_axes if i in shared else () for i, dim_axes in enumerate(axes)]
-    for i in sorted(shared, key=lambda i: -shape[i]):
+    for i in sorted(shared, key=lambda i: shape[i], reverse=True):
         if shape[i] % axes_size(mesh, axes[i] + moved) == 0:
             axes[i] += moved
             break

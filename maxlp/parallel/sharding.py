@@ -162,7 +162,9 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> 
 
 def axis_names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """One entry of a PartitionSpec as a tuple of mesh axes."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else axes
 
 
 # --- activations ----------------------------------------------------------------------------------------

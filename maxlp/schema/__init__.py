@@ -193,7 +193,8 @@ def _error(key: str, value: Any, hint: Any) -> str | None:
         return _wrong_type(key, value, hint)
     if isinstance(value, tuple) and (items := _of_items(key, value, hint)):
         return items
-    return next((f"{key}={value!r} {e}" for e in _broken(value, rules)), None)
+    broken = _broken(value, rules)
+    return None if broken is None else f"{key}={value!r} {broken}"
 
 
 def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
@@ -204,15 +205,19 @@ def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
     return hint, ()
 
 
-def _broken(value: Any, rules: tuple[Rule, ...]) -> Iterable[str]:
-    """The phrases of the rules that a value of the right type breaks."""
+def _broken(value: Any, rules: tuple[Rule, ...]) -> str | None:
+    """The phrase of the first rule that a value of the right type breaks."""
     if isinstance(value, _INTEGER) and not -(2**63) <= value < 2**63:
-        yield "does not fit into 64 bits; use a smaller number"
-    elif isinstance(value, _NUMBER) and not math.isfinite(_float32(value)):
+        return "does not fit into 64 bits; use a smaller number"
+    if isinstance(value, _NUMBER) and not math.isfinite(_float32(value)):
         infinite = any(isinstance(rule, Range) and rule.infinite for rule in rules)
         if not (infinite and math.isinf(value)):
-            yield "must be a finite number" + (" of float32" if math.isfinite(value) else "")
-    yield from (phrase for rule in rules if (phrase := rule.error(value)))
+            return "must be a finite number" + (" of float32" if math.isfinite(value) else "")
+    for rule in rules:
+        phrase = rule.error(value)
+        if phrase is not None:
+            return phrase
+    return None
 
 
 def _of_items(key: str, value: tuple, hint: Any) -> str | None:
@@ -224,8 +229,11 @@ def _of_items(key: str, value: tuple, hint: Any) -> str | None:
         kinds = kinds[:1] * len(value)
     if len(kinds) != len(value):
         return f"{key}={value!r} must have {len(kinds)} values, {name(hint)}"
-    found = (_error(f"{key}[{i}]", v, kind) for i, (v, kind) in enumerate(zip(value, kinds, strict=True)))
-    return next(filter(None, found), None)
+    for i, (item, kind) in enumerate(zip(value, kinds, strict=True)):
+        message = _error(f"{key}[{i}]", item, kind)
+        if message is not None:
+            return message
+    return None
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -256,7 +264,8 @@ def name(hint: Any) -> str:
     if hint in (None, type(None)):
         return "None"
     if typing.get_origin(hint) is tuple:
-        return f"({', '.join('…' if kind is Ellipsis else name(kind) for kind in typing.get_args(hint))})"
+        kinds = ("…" if kind is Ellipsis else name(kind) for kind in typing.get_args(hint))
+        return f"({', '.join(kinds)})"
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         return "keys and values"
     return getattr(hint, "__name__", str(hint))
