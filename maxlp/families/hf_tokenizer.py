@@ -49,12 +49,13 @@ def add_specials(file: Path, tokenizer: "Tokenizer", ends: bool) -> None:
     import tokenizers  # heavy
 
     made = tokenizers.Tokenizer.from_str(json.dumps(content))
-    ids = {made.id_to_token(i): i for i in (tokenizer.bos_id, tokenizer.eos_id)}
-    bos, eos = next(iter(ids)), [*ids][-1]
+    bos, eos = made.id_to_token(tokenizer.bos_id), made.id_to_token(tokenizer.eos_id)
+    ids = {bos: tokenizer.bos_id, eos: tokenizer.eos_id}
     # A bos that is the eos would end a text, see `image_text.encode_texts`.
     begins = not ends or bos != eos
+    template = ([bos] if begins else []) + ["$A"] + ([eos] if ends else [])
     made.post_processor = tokenizers.processors.TemplateProcessing(
-        [*[bos] * begins, "$A", *[eos] * ends], special_tokens=[*ids.items()]
+        template, special_tokens=list(ids.items())
     )
     content["post_processor"] = json.loads(made.to_str())["post_processor"]
     write_text(file, json.dumps(content, ensure_ascii=False))

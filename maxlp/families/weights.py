@@ -186,25 +186,24 @@ def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFo
     """
     tried: dict[str, WeightFormat] = {}
     for family in FAMILIES:
-        found = formats(family)
-        for key, candidate in found.items():
+        of_family = formats(family)
+        for key, candidate in of_family.items():
             if name == key or (name is None and candidate.matches(source)):
                 return families.get(family), candidate
-        tried |= found
+        tried |= of_family
     if name is not None:
         raise ValueError(f"--format={name} is unknown; one of {', '.join(tried)}")
     for file in dict.fromkeys(one.config_file for one in tried.values()):
         if (source / file).exists():
-            if "model_type" not in (config := read_config(source / file)) and "model" in config:
+            config = read_config(source / file)
+            if "model_type" not in config and "model" in config:
                 raise ValueError(
                     f"{source} holds a run or imported weights already; train --from={source} in another "
                     "--workdir, or write them for other libraries with python -m maxlp.convert export"
                 )
-            found = config.get("model_type")
+            model_type = config.get("model_type")
             known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
-            raise ValueError(
-                f"{source / file}: model_type={found!r} is not supported; one of {', '.join(known)}"
-            )
+            raise ValueError(f"{source / file}: {model_type=} is not supported; one of {', '.join(known)}")
     config_files = " nor ".join(dict.fromkeys(one.config_file for one in tried.values()))
     raise ValueError(f"{source} holds no model: there is neither {config_files}")
 
@@ -321,8 +320,12 @@ def _matched(
     """Of each parameter its path, its abstract leaf and its parts: index, name of the tensor, value."""
     stored: dict[str, str] = {}
     for name in tensors:
-        if (other := stored.setdefault(name.removeprefix(layout.optional_prefix), name)) != name:
-            raise ValueError(f"tensors {other!r} and {name!r} stand for the same parameter; remove one")
+        bare_name = name.removeprefix(layout.optional_prefix)
+        if bare_name in stored:
+            raise ValueError(
+                f"tensors {stored[bare_name]!r} and {name!r} stand for the same parameter; remove one"
+            )
+        stored[bare_name] = name
     leaves, wanted = flatten_mapping(abstract, sep="/"), set()
     for path, leaf in leaves.items():
         for _, name in layout.parts(path, leaf.shape):
@@ -331,8 +334,8 @@ def _matched(
                     f"tensor {name!r} is missing, but the config describes it; copy or download it again"
                 )
             wanted.add(name)
-    unknown = set(stored) - wanted
-    if unknown := sorted(name for name in unknown if not _is_redundant(name, tensors, layout)):
+    unknown = [name for name in sorted(set(stored) - wanted) if not _is_redundant(name, tensors, layout)]
+    if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
 

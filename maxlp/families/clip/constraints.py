@@ -106,7 +106,9 @@ def drawn_images_are_complete(s: Settings, machine: Machine) -> str | None:
     if not all(head in KINDS and KINDS[head].drawn for head in heads):
         return None
     key = next((key for key in OF_FILES if getattr(data, key) != defaults[key]), None)
-    return key and f"data.{key}={getattr(data, key)} has no effect on data.source={data.source}; unset it"
+    if key is None:
+        return None
+    return f"data.{key}={getattr(data, key)} has no effect on data.source={data.source}; unset it"
 
 
 RULES = (

@@ -106,7 +106,8 @@ def _axes(batch_size: int) -> tuple[str, ...]:
     for axis in MESH_AXES:
         if batch_size % math.prod(sizes.get(a, 1) for a in (*axes, axis)):
             break
-        axes += (axis,) * (sizes.get(axis, 1) > 1)
+        if sizes.get(axis, 1) > 1:
+            axes += (axis,)
     return axes
 
 

@@ -276,12 +276,15 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     B, E = settings.data.batch_size, settings.model.embed_dim
     flops: dict[str, float] = collections.defaultdict(float)
     moved = host = 0.0
+    features_again = 1 if M > 1 else 0
     image, text = towers(settings, machine)
     for tower, name in ((image, "visual"), (text, "text")):
-        recomputes = tower.remat in ("block", "offload")
-        again = recomputes + (M > 1)
+        recomputes = 1 if tower.remat in ("block", "offload") else 0
+        again = recomputes + features_again
         tokens = B * tower.S
-        square = tower.computed_part if tower.attention == "xla" else 1 / 2 if tower.causal else 1.0
+        square = 1 / 2 if tower.causal else 1.0
+        if tower.attention == "xla":
+            square = tower.computed_part
         for path, width in _matmul_widths(name, tower).items():
             once = 2 * tokens * tower.L * tower.D * width
             # The backward pass needs the output of a branch only for the gradient of its gain.
@@ -289,19 +292,21 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             repeats = again - recomputes if unused else again
             for dtype, n in matmul_flops(settings, path, once, repeats).items():
                 flops[dtype] += n
-        passes = (3 if tower.attention == "xla" else 3.5) + (not tower.saves_attention) + (M > 1)
+        attention_again = features_again + (0 if tower.saves_attention else 1)
+        passes = (3 if tower.attention == "xla" else 3.5) + attention_again
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t
         if tower.attention == "xla":
             widths += 24 * tower.S * tower.N / tower.t * square
         moved += tower.L * tower.R * tower.S * M * tower.a * widths * (1 + again / 3)
         moved += (3 + again) * 2 * tower.L * tower.block_params * tower.a / tower.t * M
-        host += 2 * tower.L * tower.x / tower.t * M * (tower.remat == "offload")
+        if tower.remat == "offload":
+            host += 2 * tower.L * tower.x / tower.t * M
     visual = settings.model.visual
     pixels = B * visual.num_patches * 3 * visual.patch_size**2
-    flops["bfloat16"] += (4 + 2 * (M > 1)) * pixels * visual.width
+    flops["bfloat16"] += (4 + 2 * features_again) * pixels * visual.width
     by_weights, scores = visual.pool_products
-    runs = 3 + (M > 1)
+    runs = 3 + features_again
     flops["bfloat16"] += 2 * B * ((runs - image.frozen) * by_weights + runs * scores)
     products = 6 * 2 * B**2 * E
     flops["bfloat16"] += (4 if settings.loss.method == "tiled" else 3) * products

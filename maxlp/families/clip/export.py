@@ -45,12 +45,16 @@ def _dtype(tensors: Mapping[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"  # float64
 
 
-CONFIG_FILES: dict[str, Callable[[CLIPConfig], dict[str, dict[str, Any]]]] = {
-    "hf_clip": lambda config: dict(
-        zip(("config.json", PREPROCESSOR), hf.config_to_hf(config), strict=True)
-    ),
-    "open_clip": lambda config: {open_clip.CONFIG: open_clip.config_to_open_clip(config)},
-}
+def _hf_config_files(config: CLIPConfig) -> dict[str, dict[str, Any]]:
+    config_json, preprocessor = hf.config_to_hf(config)
+    return {"config.json": config_json, PREPROCESSOR: preprocessor}
+
+
+def _open_clip_config_files(config: CLIPConfig) -> dict[str, dict[str, Any]]:
+    return {open_clip.CONFIG: open_clip.config_to_open_clip(config)}
+
+
+CONFIG_FILES = {"hf_clip": _hf_config_files, "open_clip": _open_clip_config_files}
 
 
 def _config_files(name: str, config: CLIPConfig) -> dict[str, dict[str, Any]]:
@@ -103,7 +107,8 @@ def _hf_files(
         return files
     ids = dict(bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
     text = files["config.json"]["text_config"]
-    text |= ids | text  # an eos_token_id of 2 stands for pooling at the highest id
+    for key, value in ids.items():
+        text.setdefault(key, value)  # an eos_token_id of 2 stands for pooling at the highest id
     return files | hf_tokenizer.config_files(tokenizer, model_max_length=config.text.max_len)
 
 
@@ -111,11 +116,13 @@ def _open_clip_files(
     config: CLIPConfig, make_tokenizer: Callable[[], Tokenizer | None]
 ) -> dict[str, dict[str, Any]]:
     files = _config_files("open_clip", config)
-    if (tokenizer := make_tokenizer()) is None or not (found := hf_tokenizer.config_files(tokenizer)):
+    tokenizer = make_tokenizer()
+    tokenizer_files = {} if tokenizer is None else hf_tokenizer.config_files(tokenizer)
+    if not tokenizer_files:
         return files
     # With any name open_clip loads the tokenizer of the folder, without one its own.
     files[open_clip.CONFIG]["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "tokenizer.json"
-    return files | found
+    return files | tokenizer_files
 
 
 FORMATS = {

@@ -96,7 +96,8 @@ def config_from_hf(hf: Mapping[str, Any], preprocessor: Section = NO_SETTINGS) -
         raise c.refusal("model_type", "clip and siglip")
     vision, text = (_tower(c, key, defaults) for key, defaults in DEFAULTS[kind].items())
     is_clip = kind == "clip"
-    for key, value in dict(num_channels=3, **({} if is_clip else {"vision_use_head": True})).items():
+    required = {"num_channels": 3} if is_clip else {"num_channels": 3, "vision_use_head": True}
+    for key, value in required.items():
         if vision.values.get(key) is not value:
             raise vision.refusal(key, repr(value))
     act = shared_value("hidden_act", vision, text)
@@ -173,12 +174,16 @@ def _text_config(text: Section, is_clip: bool) -> TextConfig:
         eos_id = None
     elif eos_id is not None and eos_id >= vocab_size:
         raise text.refusal("eos_token_id", f"an id below vocab_size={vocab_size}")
+    if is_clip:
+        pool = "argmax" if eos_id is None else "eos"
+    else:
+        pool = "last"
     return TextConfig(
         **{key: text.read(hf_key, Count) for key, hf_key in _SIZES.items()},
         vocab_size=vocab_size,
         max_len=text.read("max_position_embeddings", Count),
         causal=is_clip,
-        pool="last" if not is_clip else "argmax" if eos_id is None else "eos",
+        pool=pool,
         eos_id=eos_id,
         proj_bias=not is_clip,
     )
@@ -219,8 +224,9 @@ def config_to_hf(config: CLIPConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 def _preprocessor(config: CLIPConfig, kind: str) -> dict[str, Any]:
     size, crops = config.visual.image_size, config.image_resize == "shortest"
     exact = dict(height=size, width=size)
+    processor = "CLIP" if crops else kind  # SigLIP's only squashes
     return dict(
-        image_processor_type=f"{'CLIP' if crops else kind}ImageProcessor",  # SigLIP's only squashes
+        image_processor_type=f"{processor}ImageProcessor",
         do_resize=True,
         size=dict(shortest_edge=size) if crops else exact,
         resample=RESAMPLE[config.image_interpolation],
@@ -257,9 +263,10 @@ def kind_in_hf(config: CLIPConfig) -> str:
         ("logit_bias", config.logit_bias is not None, (not is_clip,)),
     ):
         if value not in allowed:
+            model = "CLIP" if is_clip else "SigLIP"
             raise ValueError(
-                f"model.{name}={value!r} has no counterpart in Hugging Face's "
-                f"{'CLIP' if is_clip else 'SigLIP'}, which has {' or '.join(map(repr, allowed))}"
+                f"model.{name}={value!r} has no counterpart in Hugging Face's {model}, which has "
+                f"{' or '.join(map(repr, allowed))}"
             )
     if text.pool == "eos" and text.eos_id == 2:
         raise ValueError(

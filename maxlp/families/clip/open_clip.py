@@ -128,16 +128,11 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
 def _read_towers(open_clip: Section) -> tuple[Section, Section, Section]:
     """The model, its image tower and its text tower with their defaults, after a check of all keys."""
     c = open_clip.section("model_cfg")
-    required = ("embed_dim", "vision_cfg", "text_cfg")
-    for key in set(c.values) - {
-        *required,
-        "quick_gelu",
-        "init_logit_scale",
-        "init_logit_bias",
-        "custom_text",
-    }:
-        if c.values.get(key):
-            raise ValueError(f"{c.place}{key}={c.values.get(key)!r} is not supported")
+    towers = ("embed_dim", "vision_cfg", "text_cfg")
+    options = ("quick_gelu", "init_logit_scale", "init_logit_bias", "custom_text")
+    for key, value in c.values.items():
+        if value and key not in towers + options:
+            raise ValueError(f"{c.place}{key}={value!r} is not supported")
     vision = _read_tower(c, "vision_cfg", _VISION_DEFAULTS)
     text = _read_tower(c, "text_cfg", _TEXT_DEFAULTS)
     for tower, key, supported in (
@@ -181,6 +176,19 @@ def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:
     shared: dict[str, Any] = dict(ls_init_value=config.layer_scale, norm_kwargs=dict(eps=config.norm_eps))
     if config.act == "gelu_tanh":
         shared["act_kwargs"] = dict(approximate="tanh")
+    text_cfg = dict(
+        shared,
+        context_length=text.max_len,
+        vocab_size=text.vocab_size,
+        width=text.width,
+        heads=text.num_heads,
+        layers=text.num_layers,
+        mlp_ratio=_ratio(text.width, text.mlp_dim),
+        no_causal_mask=not text.causal,
+        pool_type=text.pool,
+    )
+    if text.pool == "eos":
+        text_cfg["eos_id"] = text.eos_id
     model_cfg = dict(
         embed_dim=config.embed_dim,
         quick_gelu=config.act == "quick_gelu",
@@ -196,18 +204,7 @@ def config_to_open_clip(config: CLIPConfig) -> dict[str, Any]:
             patch_dropout=visual.patch_dropout,
             no_ln_pre=not visual.pre_norm,
         ),
-        text_cfg=dict(
-            shared,
-            context_length=text.max_len,
-            vocab_size=text.vocab_size,
-            width=text.width,
-            heads=text.num_heads,
-            layers=text.num_layers,
-            mlp_ratio=_ratio(text.width, text.mlp_dim),
-            no_causal_mask=not text.causal,
-            pool_type=text.pool,
-            **(dict(eos_id=text.eos_id) if text.pool == "eos" else {}),
-        ),
+        text_cfg=text_cfg,
     )
     if config.logit_bias is not None:
         model_cfg["init_logit_bias"] = config.logit_bias

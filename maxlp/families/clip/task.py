@@ -94,7 +94,8 @@ def linear_probe(
     l2: float,
 ) -> dict[str, float]:
     """Accuracy of a linear classifier on the image features; see `evals.linear_probe`."""
-    encode_image = functools.partial(encoders(graphdef)[0], state)
+    encode_image, _ = encoders(graphdef)
+    encode_image = functools.partial(encode_image, state)
     return fit_linear_probe(encode_image, train, validation, num_classes=num_classes, l2=l2)
 
 
@@ -197,8 +198,11 @@ FAMILY = Family(
     search_choices={"loss.method": ("tiled", "sharded")},
     linear_probe=linear_probe,
     free_keys=(
-        *("loss.method", "loss.tile_size"),
-        *("data.num_threads", "data.max_broken", "data.validation_source"),
+        "loss.method",
+        "loss.tile_size",
+        "data.num_threads",
+        "data.max_broken",
+        "data.validation_source",
     ),
     initial_keys=("model.init", "model.logit_scale", "model.logit_bias", "model.layer_scale"),
     training_keys=("model.visual.patch_dropout",),

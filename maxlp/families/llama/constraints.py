@@ -64,9 +64,9 @@ def pipelines_have_stages(s: Settings, machine: Machine) -> str | None:
     """The schedule of a pipeline would be silently ignored where nothing passes through stages."""
     if s.mesh.get("stage") != 1 or s.model.pipeline == PipelineConfig():  # `evaluate` may choose a mesh
         return None
-    key, value = next(
-        item for item in vars(s.model.pipeline).items() if item not in vars(PipelineConfig()).items()
-    )
+    given, defaults = vars(s.model.pipeline), vars(PipelineConfig())
+    key = next(key for key in given if given[key] != defaults[key])
+    value = given[key]
     return f"model.pipeline.{key}={value} has no effect with mesh.stage=1; unset it, or set more stages"
 
 

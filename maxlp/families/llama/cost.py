@@ -287,7 +287,9 @@ def of_block(s: Sizes) -> dict[str, float]:
     x, f = s.T * s.D * s.a, s.T * s.F * s.a / s.t
     q, k = s.T * s.N * s.H * s.a / s.t, s.T * s.K * s.H * s.a / s.t
     gathered = s.remat in ("block", "offload") and s.platform != "cpu"
-    split = (5 * (x - x / s.t) if gathered else x / s.t) if s.t > 1 else 0.0
+    split = 0.0
+    if s.t > 1:
+        split = 5 * (x - x / s.t) if gathered else x / s.t
     gathers = s.shards * s.t > 1 or s.platform == "cpu" or s.frozen
     mlp = 5 * f + 2 * q + 2 * k + 4 * x + x / s.t + split if gathers else 4 * f + 2 * q + 2 * k + 6 * x
     attention = (7 + s.a) * squares(s) + 2 * q + 2 * k + 2 * x + split if s.attention == "xla" else 0.0
@@ -392,8 +394,10 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     if s.frozen:
         return 0.0
     if optimizer.offload:
-        in_float32 = low_bit is not None and rounding is None and optimizer.galore is None
-        updates = 4 * s.ends if in_float32 else 1 if rounding else 0
+        if low_bit is not None and rounding is None and optimizer.galore is None:
+            updates = 4 * s.ends
+        else:
+            updates = 1 if rounding else 0
         return s.end * (4 + (s.ends - 1) * s.param + (s.ends + 1) * fetched + updates)
     if s.microbatches > 1:
         return 4 * params / s.param
@@ -406,7 +410,9 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
         return grads + workspace_of_matmuls(optimizer.kind.matmuls, largest)
     if optimizer.galore:
         return grads + largest
-    return grads + (0.7 if rounding else 1 if low_bit.mu == "companded8" else 2) * largest
+    if rounding:
+        return grads + 0.7 * largest
+    return grads + (1 if low_bit.mu == "companded8" else 2) * largest
 
 
 # --- work and collectives -----------------------------------------------------------------------------
@@ -423,17 +429,18 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     mesh, devices = abstract_mesh(machine.axes), math.prod(machine.axes.values())
     tokens = settings.data.batch_size * s.S
     passed = tokens / (1 - s.schedule.bubble)  # through the blocks
-    again = {"none": 0, "dots": 0}.get(s.remat, 1)  # forward passes that run again
+    again = 1 if s.remat in ("block", "offload") else 0  # forward passes that run again
     flops: dict[str, float] = collections.defaultdict(float)
     for path, width in matmul_widths(s).items():
         repeats = again if path != DOWN else 0  # the backward pass does not need the output of a block
         for dtype, n in matmul_flops(settings, path, 2 * passed * s.L * s.D * width, repeats).items():
             flops[dtype] += n
-    logits_again = settings.model.dtype == "float16" and s.chunks > 1  # see `losses`
+    logits_again = 1 if settings.model.dtype == "float16" and s.chunks > 1 else 0  # see `losses`
     for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
         flops[dtype] += n
     square = 5 / 8 if s.attention == "xla" else 1 / 2
-    passes = 1 + (2 if s.attention == "xla" else 2.5) + (not s.saves_attention)
+    attention_again = 0 if s.saves_attention else 1
+    passes = (3 if s.attention == "xla" else 3.5) + attention_again
     flops["bfloat16"] += square * passes * 4 * passed * s.S * s.L * s.N * s.H
     if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
         flops["bfloat16"] += 2 * passed * s.S * s.L * s.N * s.H
@@ -505,7 +512,8 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     m, weights, x = s.microbatches, s.block_params * s.a / s.t, of_stage.T * s.D * s.a
     runs = int(s.runs)
     head, whole_x = s.V * s.D * s.a / s.t, s.T * s.D * s.a / stages
-    again = s.remat in ("block", "offload")
+    again = 1 if s.remat in ("block", "offload") else 0
+    directions = 1 if s.frozen else 2  # frozen weights send no gradients back
     split, turns = ("fsdp", "context"), s.context - 1
     of_path = functools.partial(gathered_itemsize, settings, itemsize=s.a)
     kernels = sum(s.D * width * of_path(path) for path, width in matmul_widths(s).items())
@@ -515,13 +523,13 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         kind, size = scatter_of_gradients(settings, s.D, [width // s.t for width in s.widths], s.a)
         ledger.add(kind, split, size, runs)
         ledger.add("reduce-scatter", split, head, m)
-    ledger.add("all-to-all", ("context",), whole_x, (2 - s.frozen) * m)
-    ledger.add("all-to-all", ("fsdp",), whole_x / s.t, (2 - s.frozen) * m)
+    ledger.add("all-to-all", ("context",), whole_x, directions * m)
+    ledger.add("all-to-all", ("fsdp",), whole_x / s.t, directions * m)
     ledger.add("all-reduce", ("tensor",), whole_x, m)
     ledger.add("all-gather", ("tensor",), whole_x, 0 if s.frozen else m)
     k = of_stage.T * s.K * s.H / s.t
-    passes = 2 + (not s.saves_attention)
-    keys = passes * turns - (passes == 3) + 1 if turns else 0
+    attention_again = 0 if s.saves_attention else 1
+    keys = (2 + attention_again) * turns + 1 - attention_again if turns else 0
     ledger.add("collective-permute", ("context",), k * s.a, 2 * keys * runs)
     ledger.add("collective-permute", ("context",), k * 4, 2 * turns * runs)
     if settings.model.qk_clip is not None:
@@ -549,7 +557,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
         share = of_stage.L * s.block_params * s.param / (s.shards * s.t)
-        ledger.add("collective-permute", ("stage",), share, (2 - s.frozen) * m)
+        ledger.add("collective-permute", ("stage",), share, directions * m)
     return ledger.collectives
 
 

@@ -97,8 +97,9 @@ class Questions:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-likelihood of each text, in windows if it is longer than the model reads."""
         windows = [likelihood.rolling(self._tokenizer, text, self._max_len) for text in texts]
-        scores = iter(likelihood.score(self._model, [*itertools.chain(*windows)], self._max_len))
-        return [sum(next(scores)[0] for _ in parts) for parts in windows]
+        scores = likelihood.score(self._model, [*itertools.chain(*windows)], self._max_len)
+        values = iter([log_likelihood for log_likelihood, _ in scores])
+        return [sum(itertools.islice(values, len(of_text))) for of_text in windows]
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         """For each (context, options), the text up to one of the strings in the option `until`."""
@@ -128,8 +129,10 @@ class Questions:
     def _text(self, prompt: list[int], row: list[int], until: str | Sequence[str] | None) -> str:
         # With the prompt, because some tokenizers drop the space before the first token.
         text = self._tokenizer.decode(prompt + row)[len(self._tokenizer.decode(prompt)) :]
-        for end in [until] if isinstance(until, str) else until or ():
-            text = text.partition(end)[0] if end else text
+        ends = [until] if isinstance(until, str) else until or []
+        for end in ends:
+            if end:
+                text, _, _ = text.partition(end)
         return text
 
 

@@ -57,15 +57,13 @@ def score(model: nnx.Module, pairs: Sequence[tuple[Ids, Ids]], max_len: int) -> 
     Raises:
       ValueError: a continuation does not fit.
     """
-    if longest := max(
-        (len(continuation) for _, continuation in pairs if len(continuation) > max_len), default=0
-    ):
+    longest = max((len(continuation) for _, continuation in pairs), default=0)
+    if longest > max_len:
         raise ValueError(f"a continuation has {longest} tokens, more than model.max_seq_len={max_len}")
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, (context, continuation) in enumerate(pairs):
-        by_length[padded_length(min(len(context) + len(continuation) - 1, max_len), LENGTH_STEP)].append(
-            number
-        )
+        length = min(len(context) + len(continuation) - 1, max_len)
+        by_length[padded_length(length, LENGTH_STEP)].append(number)
     graphdef, state = nnx.split(model)
     found: dict[int, tuple[float, bool]] = {}
     for length, numbers in sorted(by_length.items(), reverse=True):

@@ -93,7 +93,8 @@ def next_token_in_chunks(
         sums = next_token(cap(logits), *labels, **terms)
         return sums.pop("loss"), sums
 
-    n, keep = (PIECES, True) if num_chunks == 1 else (num_chunks, False)
+    keep = num_chunks == 1
+    n = PIECES if keep else num_chunks
     chunks = [sharding.split_chunks(a, n) for a in (x_BSD, targets_BS, mask_BS)]
     loss_sum, sums = typing.cast(tuple, _sum_of_chunks(keep, product, loss, weights, *chunks))
     return {"loss": loss_sum} | jax.lax.stop_gradient(sums)
@@ -106,22 +107,30 @@ def next_token_in_chunks(
 def _sum_of_chunks(keep: bool, product: Product, loss: Callable, weights: nnx.State, *chunks: jax.Array):
     """``loss(product(weights, x), *labels)``, a scalar and a dict of scalars, summed over all chunks."""
     weights_P = sharding.all_gather_params(weights)
-    parts = jax.lax.map(lambda chunk: loss(jax.vmap(product)(weights_P, chunk[0]), *chunk[1:]), chunks)
-    return jax.tree.map(jnp.sum, parts)
+
+    def of_chunk(chunk: tuple) -> tuple:
+        x_PbsD, *labels_Pbs = chunk
+        return loss(jax.vmap(product)(weights_P, x_PbsD), *labels_Pbs)
+
+    return jax.tree.map(jnp.sum, jax.lax.map(of_chunk, chunks))
 
 
 def _forward(keep, product, loss, *inputs):
     if any(a.dtype == jnp.float16 for a in jax.tree.leaves(inputs)):
         return _sum_of_chunks(keep, product, loss, *inputs), (None, inputs)
-    total, gradients = (_keep_dlogits if keep else _add_dweights)(product, loss, jnp.float32(1), *inputs)
+    differentiate = _keep_dlogits if keep else _add_dweights
+    total, gradients = differentiate(product, loss, jnp.float32(1), *inputs)
     return total, (gradients, None)
 
 
 def _backward(keep, product, loss, saved, cotangents):
     gradients, inputs = saved
-    if inputs is not None:
-        return *_add_dweights(product, loss, cotangents[0], *inputs)[1], None, None
-    return *jax.tree.map(lambda g: (g * cotangents[0]).astype(g.dtype), gradients), None, None
+    cotangent, _ = cotangents
+    if inputs is None:
+        gradients = jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients)
+    else:
+        _, gradients = _add_dweights(product, loss, cotangent, *inputs)
+    return *gradients, None, None
 
 
 def _keep_dlogits(product, loss, cotangent, weights, x_CPbsD, *labels_CPbs):
