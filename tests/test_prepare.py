@@ -211,7 +211,10 @@ def running(tmp_path, num_workers):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     with process:
-        yield psutil.Process(process.pid), process, output
+        try:
+            yield psutil.Process(process.pid), process, output
+        finally:
+            process.kill()  # a failed test would wait for it
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

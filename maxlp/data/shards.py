@@ -65,19 +65,24 @@ def write_shards(
         if num_workers == 1:
             return [_write_shard(shard, examples, make_record, progress.add) for shard in plan]
         context = multiprocessing.get_context("spawn")
-        counters = context.Array("q", 3)  # documents, bytes, whether to stop
+        # Without locks: a worker that is killed while it holds one would block all other processes.
+        documents, sizes = context.RawArray("q", len(plan)), context.RawArray("q", len(plan))
+        stop = context.RawValue("b", False)
         pool = futures.ProcessPoolExecutor(
-            min(num_workers, len(plan)), context, _start_worker, (examples, make_record, counters)
+            min(num_workers, len(plan)),
+            context,
+            _start_worker,
+            (examples, make_record, documents, sizes, stop),
         )
         try:
-            pending = [pool.submit(_work, shard) for shard in plan]
-            return _wait(pending, lambda: progress.show(*counters[:2]))
+            pending = [pool.submit(_work, number, shard) for number, shard in enumerate(plan)]
+            return _wait(pending, lambda: progress.show(sum(documents), sum(sizes)))
         except BrokenProcessPool:
             raise ValueError(
                 f"a worker process died (out of memory?); use fewer than --num_workers={num_workers}"
             ) from None
         finally:
-            counters[2] = True
+            stop.value = True
             pool.shutdown(cancel_futures=True)
 
 
@@ -268,22 +273,27 @@ def _wait(pending: list[futures.Future], show: Callable[[], None]) -> list[Any]:
     return [each.result() for each in pending]
 
 
-def _start_worker(examples: Source, make_record: MakeRecord, counters: Any) -> None:
+def _start_worker(examples: Source, make_record: MakeRecord, documents: Any, sizes: Any, stop: Any) -> None:
+    """Keeps what `_work` needs.
+
+    Args:
+      documents, sizes: shared arrays with the documents and bytes of each shard so far.
+      stop: a shared bool, set when the other workers have to stop.
+    """
     global _worker
-    _worker = examples, make_record, counters
+    _worker = examples, make_record, documents, sizes, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops its workers
     end_with_parent()
 
 
-def _work(shard: Shard) -> dict[str, Any]:
-    examples, make_record, counters = _worker
+def _work(number: int, shard: Shard) -> dict[str, Any]:
+    examples, make_record, documents, sizes, stop = _worker
 
     def add(count: int, size: int) -> None:
-        if counters[2]:
+        if stop.value:
             raise RuntimeError("another worker failed")
-        with counters.get_lock():
-            counters[0] += count
-            counters[1] += size
+        documents[number] += count
+        sizes[number] += size
 
     return _write_shard(shard, examples, make_record, add)
 
