@@ -51,5 +51,5 @@ def test_a_text_run_imports_only_its_reader_and_tokenizer(imported_files):
     assert imported_files == modules | packages | {"readers/files.py", "tokenizers/hugging_face.py"}
 
 
-def test_a_text_run_imports_at_most_2000_lines(imported_files):
-    assert sum(len((DATA / name).read_text().splitlines()) for name in imported_files) <= 2000
+def test_a_text_run_imports_at_most_2100_lines(imported_files):
+    assert sum(len((DATA / name).read_text().splitlines()) for name in imported_files) <= 2100
