@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlp.data import common
 from maxlp.data.tokenizers import Tokenizer, as_bytes
+from maxlp.runtime.messages import counted, rounded
 
 # With fewer documents, a few long ones among them would matter.
 SAMPLED_DOCUMENTS, ENOUGH_DOCUMENTS, SAMPLE_SECONDS = 1024, 128, 0.5
@@ -24,16 +25,16 @@ def describe(sources: Sequence[Any], tokenizer: Tokenizer, settings: Mapping[str
     if not lengths or len(lengths) < len(found):
         return documents
     tokens = [len(source) * float(n.mean()) for source, n in zip(sources, lengths, strict=True)]
-    documents += f", about {' + '.join(f'{n / 1e6:,.2g}' for n in tokens)} M tokens"
+    documents += f", about {' + '.join(rounded(n / 1e6, 2) for n in tokens)} M tokens"
     if not steps:
         return documents
     per_window = [tokens_per_window(sample, settings) for sample in lengths]
     shares = zip(settings["weights"], per_window, tokens, strict=True)
     rows = steps * settings["batch_size"]
-    epochs = " + ".join(f"{weight * rows * size / n:.2g}" for weight, size, n in shares)
+    epochs = " + ".join(rounded(weight * rows * size / n, 2) for weight, size, n in shares)
     steps_per_epoch = tokens[0] / per_window[0] / settings["batch_size"]
     ends = early_end(settings["num_epochs"], steps_per_epoch, steps)
-    return f"{documents}; {steps:,} steps read {epochs} epochs{ends}"
+    return f"{documents}; {counted(steps, 'step reads', 'steps read')} {epochs} epochs{ends}"
 
 
 def early_end(num_epochs: int | None, steps_per_epoch: float, steps: int) -> str:

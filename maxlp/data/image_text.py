@@ -33,7 +33,7 @@ from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
 from maxlp.data.specs import of_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, rounded
 from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
 
 TEMPLATES = ("a photo of a {}.",)
@@ -283,7 +283,7 @@ class ImageTextDataset:
 
         epochs = steps * self.config.batch_size / len(self.examples)
         ends = estimates.early_end(self.config.num_epochs, self.steps_per_epoch, steps)
-        return f"{examples}; {steps:,} steps read {epochs:.2g} epochs{ends}"
+        return f"{examples}; {counted(steps, 'step reads', 'steps read')} {rounded(epochs, 2)} epochs{ends}"
 
     @property
     def classes(self) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.files import naming
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,9 +105,9 @@ def _subtitle(run: Run) -> str:
     seen = run.units_seen
     parts = [run.setting("model", "name"), f"step {run.step:,}"]
     if run.num_params:
-        parts.append(f"{run.num_params / 1e6:,.4g} M parameters")
+        parts.append(f"{rounded(run.num_params / 1e6, 4)} M parameters")
     if seen:
-        parts.append(f"{seen / 1e6:,.4g} M {run.unit}")
+        parts.append(f"{rounded(seen / 1e6, 4)} M {run.unit}")
     return " · ".join(filter(None, parts))
 
 

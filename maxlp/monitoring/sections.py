@@ -18,7 +18,7 @@ from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spike_records import suspect
 from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, rounded
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
@@ -133,14 +133,15 @@ def loss_lines(run: Run) -> Lines:
 def _evaluation_lines(run: Run, prefix: str) -> Lines:
     """The last evaluation of a part of the validation data."""
     lines, part = [], run.validation_part(prefix)
-    for key, form in {"loss": "#.5g", "bits_per_byte": "#.5g", "perplexity": ".4g"}.items():
+    for key in ("loss", "bits_per_byte", "perplexity"):
         name = f"{prefix}/{key}"
         steps, values = run.series(name)
         if len(steps):
             comparable = _comparable_with_last(run, prefix, steps)
-            best = _best(steps[comparable], values[comparable], form)
+            shown = _perplexity if key == "perplexity" else _loss
+            best = _best(steps[comparable], values[comparable], shown)
             on = f" on {part}" if comparable.all() else ""
-            lines.append((name, f"{values[-1]:{form}} at step {steps[-1]:,}{on}{best}"))
+            lines.append((name, f"{shown(values[-1])} at step {steps[-1]:,}{on}{best}"))
     names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
     for name in names:
         if name.startswith(f"{prefix}/") and ("top" in name or "recall" in name):
@@ -160,11 +161,19 @@ def _comparable_with_last(run: Run, prefix: str, steps: np.ndarray) -> np.ndarra
     return tokens == tokens[-1]
 
 
-def _best(steps: np.ndarray, values: np.ndarray, form: str) -> str:
+def _loss(value: float) -> str:
+    return f"{value:#.5g}"
+
+
+def _perplexity(value: float) -> str:
+    return rounded(value, 4)
+
+
+def _best(steps: np.ndarray, values: np.ndarray, shown: Callable[[float], str]) -> str:
     if not np.isfinite(values).any():
         return ""
     i = int(np.nanargmin(values))
-    return "" if i == len(values) - 1 else f", best {values[i]:{form}} at step {steps[i]:,}"
+    return "" if i == len(values) - 1 else f", best {shown(values[i])} at step {steps[i]:,}"
 
 
 def data_lines(run: Run) -> Lines:
@@ -213,7 +222,7 @@ def _mfu_lines(run: Run) -> Lines:
     if not (len(full) and len(causal) and len(peak)):
         return []
     text = f"{np.median(full):.1%} (full attention FLOPs), {np.median(causal):.1%} (causal)"
-    return [("MFU", f"{text}; peak {peak[-1]:,.4g} TFLOP/s per device")]
+    return [("MFU", f"{text}; peak {rounded(peak[-1], 4)} TFLOP/s per device")]
 
 
 # --- spikes, quantization, checkpoints ----------------------------------------------------------------

@@ -132,7 +132,8 @@ def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[st
       ValueError: sizes that do not multiply to the number of devices.
     """
     sizes = {name: axes.get(name, 1) for name in MESH_AXES}
-    text = ", ".join(f"mesh.{k}={v}" for k, v in (sizes | {"dcn_data": dcn_data}).items())
+    given = {name: size for name, size in (sizes | {"dcn_data": dcn_data}).items() if size != 1}
+    text = ", ".join(f"mesh.{name}={size}" for name, size in given.items()) or "all axes of size 1"
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
         raise ValueError(
@@ -143,9 +144,10 @@ def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[st
         sizes[free[0]] = num_devices // taken
         taken = num_devices
     if taken != num_devices:
+        needed = f"a multiple of {taken}" if free else f"{taken}"
         raise ValueError(
-            f"{text}: the axes need {'a multiple of ' if free else ''}{taken} devices, and there are "
-            f"{num_devices}; change the sizes or the number of devices"
+            f"{text}: the number of devices, {num_devices}, is not {needed}; change the sizes or the "
+            "number of devices"
         )
     return sizes | {"data": dcn_data * sizes["data"]}
 

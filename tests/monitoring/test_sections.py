@@ -5,6 +5,7 @@ import re
 import time
 
 import numpy as np
+import pytest
 from absl import logging
 from ml_collections import ConfigDict
 
@@ -146,6 +147,12 @@ def test_the_best_evaluation_is_one_that_covers_as_much_text_as_the_last(tmp_pat
     records = [{"step": n, "eval/loss": loss, "eval/tokens": tokens} for n, loss, tokens in evals]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     assert shown(tmp_path)["Loss"] == {"eval/loss": "4.0000 at step 3, best 3.0000 at step 2"}
+
+
+@pytest.mark.parametrize(("value", "text"), [(32.4567, "32.46"), (21_873.4, "21,870"), (1e26, "1e+26")])
+def test_large_perplexities(tmp_path, value, text):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/perplexity": value}))
+    assert shown(tmp_path)["Loss"]["eval/perplexity"] == f"{text} at step 1 on validation data"
 
 
 def test_losses_that_are_not_finite(tmp_path):

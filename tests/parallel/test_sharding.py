@@ -48,12 +48,12 @@ def test_dcn_data_can_be_the_number_of_slices_or_hosts():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        (dict(data=3), "need a multiple of 3 devices, and there are 8"),
-        (dict(fsdp=4), "need 4 devices, and there are 8"),
-        (dict(fsdp=16), "need 16 devices, and there are 8"),
+        (dict(data=3), "the number of devices, 8, is not a multiple of 3"),
+        (dict(fsdp=4), "the number of devices, 8, is not 4"),
+        (dict(fsdp=16), "the number of devices, 8, is not 16"),
         (dict(data=-1), "at most one of stage, data, fsdp, context, tensor may be -1"),
         (dict(fsdp=0), "sizes must be positive"),
-        (dict(dcn_data=3), "need a multiple of 3 devices"),
+        (dict(dcn_data=3), "is not a multiple of 3"),
     ],
 )
 def test_impossible_sizes_are_named(axes, message):

@@ -1,6 +1,11 @@
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, rounded
 
 
 def test_counted_nouns():
     assert [counted(n, "spike") for n in (0, 1, 2000)] == ["0 spikes", "1 spike", "2,000 spikes"]
     assert counted(2, "process", "processes") == "2 processes"
+
+
+def test_rounded_numbers_have_no_exponent():
+    numbers = 0.000271, 0.15, 8.26, 243.7, 9_960, 70_553
+    assert [rounded(n, 2) for n in numbers] == ["0.00027", "0.15", "8.3", "240", "10,000", "71,000"]

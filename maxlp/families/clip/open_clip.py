@@ -84,6 +84,7 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
         raise vision.refusal("norm_kwargs", "eps")
     width, text_width = vision.read("width", Count), text.read("width", Count)
     pool = text.read("pool_type", str)
+    logit_scale = c.read("init_logit_scale", float, None)
     return dict(
         embed_dim=c.read("embed_dim", Count),
         visual=VisualConfig(
@@ -116,7 +117,7 @@ def config_from_open_clip(open_clip: Mapping[str, Any]) -> dict[str, Any]:
         layer_scale=vision.read("ls_init_value", float, None),
         qk_norm=False,
         init="clip",
-        logit_scale=c.read("init_logit_scale", float, None) or math.log(1 / 0.07),
+        logit_scale=math.log(1 / 0.07) if logit_scale is None else logit_scale,
         logit_bias=c.read("init_logit_bias", float, None),
         image_mean=preprocess.read("mean", MEAN, OPENAI_MEAN),
         image_std=preprocess.read("std", STD, OPENAI_STD),

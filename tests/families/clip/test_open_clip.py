@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -26,6 +27,13 @@ def test_config_of_g14():
     vision_cfg = again["model_cfg"]["vision_cfg"]
     assert int(vision_cfg["width"] * vision_cfg["mlp_ratio"]) == 6144
     assert config_from_open_clip(again) == config
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, math.log(1 / 0.07)), (0.0, 0.0), (2.5, 2.5)])
+def test_the_logit_scale_may_be_zero_and_null_means_the_default(given, expected):
+    open_clip = config_to_open_clip(goldens.load("clip_open_clip").config)
+    open_clip["model_cfg"]["init_logit_scale"] = given
+    assert config_from_open_clip(open_clip)["logit_scale"] == expected
 
 
 @pytest.mark.parametrize(
