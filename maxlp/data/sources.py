@@ -121,8 +121,9 @@ class Reader(Protocol):
     """Records by number, in any order, from several threads at once, in this or another process.
 
     A record of content "text" is {"text": str or bytes} or {"tokens": uint16 or uint32 [T]}; of a
-    conversation, {"messages": list of dicts} or {"tokens": int32 [T]}, see `data.chat`. One of content
-    "image_text" is {"image": bytes of a file or uint8 [H, W, 3], "text": str or None, "label": int or -1}.
+    conversation, {"messages": list of dicts} or {"tokens": int32 [T]}, see `data.chat`. A reader of tokens
+    tells `Source` their tokenizer. A record of content "image_text" is {"image": bytes of a file or uint8
+    [H, W, 3], "text": str or None, "label": int or -1}.
     """
 
     def __len__(self) -> int: ...
@@ -273,17 +274,24 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
       A `Source`, or a `Mixture` if there are several.
 
     Raises:
-      ValueError: unknown kind or option, nothing found, or no document that has text. The first ones are
-        read here, so that a wrong `text_key` is reported at once.
+      ValueError: unknown kind or option, nothing found, no document that has text, or tokens of an
+        unknown tokenizer. The first documents are read here, so that a wrong `text_key` is reported at
+        once.
     """
     weighted = _parse_mixture(spec)
     specs = (parse_spec(part, split, "text")._replace(any_bytes=any_bytes) for part in weighted)
     sources = tuple(map(open_source, specs))
     for source in sources:
-        if not any(_has_text(source[index]) for index in range(len(source))):
+        first = next(filter(_has_text, map(source.__getitem__, range(len(source)))), None)
+        if first is None:
             found = f"{counted(len(source), 'document')} of split {source.split!r}"
             way_out = "" if source.split == "all" else "; change ?split="
             raise ValueError(f"source {source.name!r}: no text in {found}{way_out}")
+        if "tokens" in first and source.tokenizer is None:
+            raise ValueError(
+                f"source {source.name!r}: its records are tokens, but its reader does not say of which "
+                "tokenizer; pass the argument tokenizer to Source"
+            )
     if len(sources) == 1:
         return sources[0]
     total = sum(weighted.values())

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from maxlp.data.sources import KINDS, Kind, make_source, open_source, parse_spec
+from maxlp.data.sources import KINDS, Kind, Source, make_source, open_source, parse_spec
 from maxlp.prepare import prepare_image_text, prepare_text
 from tests.data.corpora import (
     TEXTS,
@@ -29,6 +29,19 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
     monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_without_a_key", ("text",)))
     message = f"source 'own:a': {__name__}:open_without_a_key fails with KeyError: 'columns' (MAXLP_TRACE"
     assert message in error_of("own:a")
+
+
+def open_tokens(spec):
+    return Source(spec, [{"tokens": np.arange(5, dtype=np.uint16)}])
+
+
+def test_a_reader_of_tokens_says_of_which_tokenizer(monkeypatch):
+    """Ids beyond the vocabulary would have no embedding, and the loss of the first step would be NaN."""
+    monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_tokens", ("text",)))
+    assert error_of("own:a") == (
+        "source 'own:a': its records are tokens, but its reader does not say of which tokenizer; pass the "
+        "argument tokenizer to Source"
+    )
 
 
 REQUIRED = "its reader must use one of str, int, float, bool"
