@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from maxlp.optim import OPTIMIZERS, OptimizerConfig
 from tests import composition
 from tools import composition as page
 
@@ -43,6 +44,11 @@ def test_every_feature_is_in_the_table():
     for family, f in itertools.product(composition.FAMILIES, composition.FEATURES):
         alone = composition.refusal(family, (f.name,))
         assert alone is None or (family, f.name) in REFUSED, alone
+
+
+def test_every_optimizer_is_a_feature():
+    names = {f.values.get("optimizer.name", OptimizerConfig.name) for f in composition.FEATURES}
+    assert names == OPTIMIZERS.keys(), "add a new optimizer to FEATURES in tests/composition.py"
 
 
 @pytest.mark.full

@@ -52,4 +52,4 @@ def test_every_key_has_wrong_values(family):
             is_section = hasattr(value, "items") and len(value)
             yield from leaves(value, f"{prefix}{key}.") if is_section else [prefix + key]
 
-    assert set(leaves(config)) == set(KEYS[family])
+    assert set(leaves(config)) == set(KEYS[family]), "tests/fuzz/keys.py has wrong values for every key"

@@ -1,12 +1,13 @@
 """Wrong values and impossible combinations are refused with the config, in one line."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlp.optim import OptimizerConfig, galore
+from maxlp.optim import OPTIMIZERS, OptimizerConfig, galore
 from tests.optim.common import REQUIRED, make_optimizer, optimizer_config
 
 FP8 = dict(mu="float8_e4m3fn", nu="float8_e5m2")
@@ -163,6 +164,13 @@ def test_options_are_checked_with_the_section():
     """Rules about the targets of options need not expect numbers among them."""
     with pytest.raises(ValueError, match=r"^options.targets\[0\]=7 is of type int"):
         optimizer_config(name="muon", options={"targets": (7,)})
+
+
+def test_the_table_of_the_documentation_names_every_optimizer():
+    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    table = page.split("| name | bytes of state per parameter |")[1].split("\n\n")[0]
+    names = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert sorted(names) == sorted(OPTIMIZERS), "docs/optimizers.md#choosing has a row for each"
 
 
 @pytest.mark.parametrize("name", ["adamp", "adafactor", "stable_spam"])

@@ -115,6 +115,10 @@ def four_steps(name):
     return run(make(name), start(name), gradients(4))
 
 
+def test_every_optimizer_is_tested():
+    assert optim.OPTIMIZERS.keys() <= OPTIMIZERS.keys(), "add the new one and its options to OPTIMIZERS"
+
+
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_its_kind_describes_its_state(name):
     """RMS_t is read from the second moment, and a run whose state has an average is evaluated at it."""

@@ -88,7 +88,9 @@ def test_every_key_is_classified():
         fixed, free = (set(table.get(name, "").split()) for table in (FIXED, FREE))
         *family, section = name.split()
         configs = [of_family(*family)] if family else []
-        assert fixed | free == keys and not fixed & free, f"decide which side new keys of {name} are on"
+        assert fixed | free == keys and not fixed & free, (
+            f"{name}: add a new key to FIXED, or to FREE if a resumed run may change it"
+        )
         for key in keys:
             assert changes.is_fixed(f"{section}.{key}", *configs) == (key in fixed), key
     assert changes.is_fixed("model.visual.patch_dropout", of_family("clip"))

@@ -108,7 +108,7 @@ def test_options_of_optimizers_are_keys_of_the_command_line():
         known |= options_of(name)
     keys = load("debug").optimizer.options
     assert read(load("debug")).optimizer.options == {}
-    assert set(keys) == known.keys()
+    assert set(keys) == known.keys(), "maxlp/run/presets.py names the options of all optimizers"
     for key, hint in known.items():
         name = schema.name(hint)
         assert keys.get_type(key).__name__ == {"(str, …)": "tuple"}.get(name, name), key
