@@ -8,6 +8,8 @@ from ml_collections import ConfigDict
 
 from maxlp.families.clip.presets import clip
 from maxlp.families.llama.presets import llama
+from maxlp.optim import OPTIMIZERS
+from maxlp.precision import RECIPES
 
 Changes = dict[str, Any]  # config key -> value
 
@@ -60,22 +62,7 @@ def product(changes: Changes, alternatives: Iterable[Changes]) -> list[Changes]:
     return [changes | one for one in alternatives]
 
 
-RECIPES = (
-    *("fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_switchback"),
-    *(
-        "int8_switchback",
-        "int8_switchback_m",
-        "int8_switchback_q",
-        "int8_all",
-        "mxfp8",
-        "fp8_blocks",
-        "nvfp4",
-        "quest",
-        "fp8_gaudi",
-        "wta_crs",
-        "simulate",
-    ),
-)
+QUANTIZED = tuple(name for name in RECIPES if name != "bf16")
 FP16 = {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}
 PURE_BF16 = {"model.param_dtype": "bfloat16", "optimizer.param_rounding": "stochastic"}
 RELEASED = {"train.release_gradients": True, "optimizer.clip_norm": 0.0}
@@ -86,18 +73,7 @@ DYNAMIC8 = {
     "optimizer.low_bit.nu": "dynamic8",
     "optimizer.low_bit.min_size": 64,
 }
-OPTIMIZERS = (
-    "adamw",
-    "stable_adamw",
-    "adafactor",
-    "lion",
-    "muon",
-    "normuon",
-    "soap",
-    "apollo",
-    "adamp",
-    "sgd",
-)
+OTHER_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name not in ("adamw", AVERAGED["optimizer.name"]))
 
 # Alternatives of the features that all families share. A draw takes one alternative of some features.
 COMMON: dict[str, list[Changes]] = {
@@ -128,7 +104,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("model.remat", "none", "block", "dots", model__scan_layers=False),
     ],
     "attention": each("model.attention", "ring", "ring", "ring", "flash", "cudnn", "splash"),
-    "recipe": [*each("precision.recipe", *RECIPES), *each("precision.recipe", *RECIPES)],
+    "recipe": [*each("precision.recipe", *QUANTIZED), *each("precision.recipe", *QUANTIZED)],
     "unquantized": [
         *each("precision.first_blocks", 1, 2, precision__recipe="fp8_delayed"),
         *each("precision.last_blocks", 1, precision__recipe="fp8_current", precision__first_blocks=0),
@@ -166,7 +142,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.options.keep", 0.5, precision__recipe="mxfp8"),
     ],
     "optimizer": [
-        *each("optimizer.name", *OPTIMIZERS[1:]),
+        *each("optimizer.name", *OTHER_OPTIMIZERS),
         AVERAGED,
         *each("optimizer.decay_with_clip", False, optimizer__name="stable_adamw"),
         *each(
@@ -193,7 +169,7 @@ COMMON: dict[str, list[Changes]] = {
     ],
     "galore": [
         *each("optimizer.galore.rank", 4, 100),
-        *each("optimizer.name", *OPTIMIZERS[1:], optimizer__galore__rank=8),
+        *each("optimizer.name", *OTHER_OPTIMIZERS, optimizer__galore__rank=8),
         GALORE | AVERAGED,
         GALORE | DYNAMIC8,
         GALORE | PURE_BF16,
@@ -226,22 +202,25 @@ COMMON: dict[str, list[Changes]] = {
             )
         ),
         *product(DYNAMIC8, each("optimizer.low_bit.block_size", 0, 16, 256, 7)),
-        *product(DYNAMIC8, each("optimizer.name", *OPTIMIZERS[1:])),
+        *product(DYNAMIC8, each("optimizer.name", *OTHER_OPTIMIZERS)),
         DYNAMIC8 | AVERAGED,
         {"optimizer.low_bit.mu": "int8"},
     ],
     "rounding": [
         *[PURE_BF16] * 2,
         *product(PURE_BF16, each("optimizer.param_rounding", "kahan", "residual", "float16_master")),
-        *product(PURE_BF16, each("optimizer.name", *OPTIMIZERS[1:])),
+        *product(PURE_BF16, each("optimizer.name", *OTHER_OPTIMIZERS)),
         PURE_BF16 | AVERAGED,
         {"optimizer.param_rounding": "kahan"},
     ],
     "released": [
         *[RELEASED] * 4,
         *product(RELEASED, each("spikes.guard", "rollback", "skip")),
-        *product(RELEASED, each("optimizer.name", *OPTIMIZERS[1:])),
-        *product(RELEASED, each("precision.recipe", *RECIPES[:3], precision__first_blocks=1)),
+        *product(RELEASED, each("optimizer.name", *OTHER_OPTIMIZERS)),
+        *product(
+            RELEASED | {"precision.first_blocks": 1},
+            each("precision.recipe", "fp8_delayed", "fp8_current", "fp8_rowwise"),
+        ),
         RELEASED | AVERAGED,
         RELEASED | DYNAMIC8,
         RELEASED | GALORE,
@@ -315,7 +294,7 @@ LLAMA: dict[str, list[Changes]] = {
         *each("model.pipeline.microbatches", 4, 3, mesh__stage=2, data__batch_size=32),
         *each("mesh.tensor", 2, mesh__stage=2),
         *each("train.microbatches", 2, mesh__stage=2, data__batch_size=32),
-        *each("precision.recipe", *RECIPES, mesh__stage=2),
+        *each("precision.recipe", *QUANTIZED, mesh__stage=2),
         *each("precision.first_blocks", 1, mesh__stage=2, precision__recipe="fp8_delayed"),
         *each("model.scan_layers", False, mesh__stage=2),
     ],
@@ -395,7 +374,7 @@ CLIP: dict[str, list[Changes]] = {
         *each("train.microbatches", 2, 4, data__batch_size=32),
         *each("loss.method", "plain", "sharded", "tiled", train__microbatches=2),
         *each("model.visual.patch_dropout", 0.5, train__microbatches=2),
-        *each("precision.recipe", *RECIPES, train__microbatches=2),
+        *each("precision.recipe", *QUANTIZED, train__microbatches=2),
     ],
     "visual": [
         *each("model.visual.pool", "gap", "map", "map"),
