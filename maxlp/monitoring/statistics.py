@@ -58,6 +58,15 @@ def flat(metrics: dict[str, Any]) -> dict[str, float]:
     return scalars
 
 
+def of_tensors(metrics: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Those of the metrics that are statistics of tensors, such as ``rms``, as numbers `per_layer`.
+
+    Args:
+      metrics: as in `flat`.
+    """
+    return {key: per_layer(value) for key, value in metrics.items() if isinstance(value, dict)}
+
+
 def per_layer(tensors: dict[str, Any]) -> dict[str, float]:
     """One number for each layer: ``layers/mlp/up_proj/kernel/3`` is layer 3 of a (*layers) array."""
     found = {}

@@ -59,7 +59,7 @@ class Watch:
           FloatingPointError: `max_actions` steps in a row were skipped.
         """
         loss = float(values["loss"])
-        tensors = {key: statistics.per_layer(values[key]) for key in ("rms", "grad_norms") if key in values}
+        tensors = statistics.of_tensors(values)
         self._steps.append(
             {"step": step, "loss": loss, "grad_norm": float(values.get("grad_norm", 0.0)), **tensors}
         )

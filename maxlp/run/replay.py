@@ -123,9 +123,8 @@ def replay_steps(
     """
     for n, batch in enumerate(batches, first):
         state, metrics = train_step(state, batch)
-        tensors = jax.device_get({key: metrics[key] for key in ("rms", "grad_norms") if key in metrics})
-        numbers = {key: statistics.per_layer(value) for key, value in tensors.items()}
-        record = {"step": n, "loss": float(metrics["loss"]), **numbers}
+        metrics = jax.device_get(metrics)
+        record = {"step": n, "loss": float(metrics["loss"]), **statistics.of_tensors(metrics)}
         print(step_line(record))
         yield record
 

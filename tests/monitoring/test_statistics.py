@@ -47,6 +47,12 @@ def test_metrics_are_flattened_with_the_largest_of_each_kind():
     }
 
 
+def test_every_statistic_of_tensors_is_found_among_the_metrics():
+    tensors = {"rms": {"a": np.float32(1.5)}, "new": {"layers/b": np.array([0.5, 2.5])}}
+    found = {"rms": {"a": 1.5}, "new": {"layers/b/0": 0.5, "layers/b/1": 2.5}}
+    assert statistics.of_tensors({"loss": np.float32(2)} | tensors) == found
+
+
 def test_numbers_that_are_not_finite_are_the_largest():
     tensors = {"a": 1.0, "b": math.inf, "c": 3.0}
     assert statistics.largest(tensors, 2) == [("b", math.inf), ("c", 3.0)]
