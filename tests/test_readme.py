@@ -87,7 +87,8 @@ def test_choices_and_sources_are_those_of_the_code():
     assert set(re.findall(r"`low_bit=`.*?`(\w+)`, `(\w+)` or `(\w+)`", CONFIGS)[0]) == set(LOW_BIT)
     assert set(re.findall(r"`size=` .*?`((?:\w+ )+\w+)`", CONFIGS)[0].split()) == set(CLIP_SIZES)
     table = CONFIGS[CONFIGS.index("## Sources") : CONFIGS.index("## Tokenizers")]
-    assert set(re.findall(r"^\| `(\w+)", table, re.MULTILINE)) == set(sources.KINDS)
+    for pattern, text in ((r"^\| `(\w+)", table), (r"^    (\w+)", sources.__doc__)):
+        assert set(re.findall(pattern, text, re.MULTILINE)) == set(sources.KINDS)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
