@@ -486,7 +486,8 @@ OPTIM = [
         "optim/test_adascale.py",
         ("square_of_mean) / (samples - 1)", "square_of_mean) / samples"),
         ("square_of_mean - variance / scale, 0.0", "square_of_mean - variance, 0.0"),
-        ("AdascaleState(state.tau + gain, gain", "AdascaleState(state.tau + 1.0, gain"),
+        ("more = state.part_of_step + gain", "more = state.part_of_step + 1.0"),
+        ("AdascaleState(steps, more - whole, gain", "AdascaleState(steps, more, gain"),
         ("schedule(state.tau)", "schedule(state.tau + gain)"),
         (
             "state.variance / jnp.maximum(state.squared_mean",

@@ -25,7 +25,7 @@ import optax
 
 from maxlp.optim.tree_utils import find_states, widened
 
-REPORTED = ("learning_rate", "gain", "tau")  # fields of the state that are metrics of a run
+REPORTED = ("learning_rate", "gain", "tau")  # of the state, metrics of a run
 
 
 def refusal(gain: float, rows: int, microbatches: int) -> str | None:
@@ -41,20 +41,30 @@ def refusal(gain: float, rows: int, microbatches: int) -> str | None:
 
 
 class AdascaleState(NamedTuple):
-    """What has been measured; float32 scalars.
+    """What has been measured; scalars.
+
+    τ is in two parts because a float32 would round the gains that it adds: at a million steps to multiples
+    of 1/16, and beyond 2^24 gains of 1 to nothing.
 
     Attributes:
-      tau: τ, finished steps of the small batch.
+      whole_steps: int32, the integer part of τ, the finished steps of the small batch.
+      part_of_step: the rest of τ, in [0, 1); float32 like the following ones.
       gain: of the last update.
       learning_rate: of the last update, the gain included.
       variance, squared_mean: running means of σ² and μ², each times the same weight, which cancels.
     """
 
-    tau: jax.typing.ArrayLike
+    whole_steps: jax.typing.ArrayLike
+    part_of_step: jax.typing.ArrayLike
     gain: jax.typing.ArrayLike
     learning_rate: jax.typing.ArrayLike
     variance: jax.typing.ArrayLike
     squared_mean: jax.typing.ArrayLike
+
+    @property
+    def tau(self) -> jax.Array:
+        """τ as a float32, as the schedule and the metrics take it."""
+        return jnp.asarray(self.whole_steps + self.part_of_step, jnp.float32)
 
 
 def scale_by_adascale(
@@ -81,7 +91,8 @@ def scale_by_adascale(
 
     def init(params: optax.Params) -> AdascaleState:
         del params
-        return AdascaleState(*(jnp.zeros([], jnp.float32) for _ in AdascaleState._fields))
+        zeros = AdascaleState(*(jnp.zeros([], jnp.float32) for _ in AdascaleState._fields))
+        return zeros._replace(whole_steps=jnp.zeros([], jnp.int32))
 
     def update(
         updates: optax.Updates,
@@ -101,7 +112,10 @@ def scale_by_adascale(
         gain = _gain(variance, squared_mean, scale)
         rate = jnp.asarray(gain * schedule(state.tau), jnp.float32)
         updates = jax.tree.map(lambda u: (-rate * u).astype(u.dtype), updates)
-        return updates, AdascaleState(state.tau + gain, gain, rate, variance, squared_mean)
+        more = state.part_of_step + gain
+        whole = jnp.floor(more)
+        steps = state.whole_steps + whole.astype(jnp.int32)
+        return updates, AdascaleState(steps, more - whole, gain, rate, variance, squared_mean)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 

@@ -147,6 +147,19 @@ def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does
     assert float(jnp.mean(params["w"] ** 2)) < 2 * np.mean(small**2)
 
 
+def test_tau_counts_gains_as_exactly_after_many_steps_as_at_first():
+    """In float32, τ = 2^24 + 1 would not exist, and a gain of 1 would add nothing to 2^24."""
+    tx = scale_by_adascale(optax.constant_schedule(0.1), scale=2.0, samples=2)
+    zeros = {"w": jnp.zeros(1)}
+    state, total = tx.init(zeros)._replace(whole_steps=jnp.int32(2**24)), 0.0
+    for noise in (0.0, 0.3, 0.6, 0.9):
+        statistics = {"mean_of_squares": jnp.float32(1 + noise), "square_of_mean": jnp.float32(1)}
+        _, state = tx.update(zeros, state, **statistics)
+        total += float(state.gain)
+        counted = int(state.whole_steps) - 2**24 + float(state.part_of_step)
+        assert counted == pytest.approx(total, rel=1e-6) and 0 <= state.part_of_step < 1
+
+
 def test_impossible_arguments_are_refused():
     with pytest.raises(ValueError, match="samples=1 must be at least 2"):
         scale_by_adascale(optax.constant_schedule(0.1), scale=2.0, samples=1)
