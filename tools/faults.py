@@ -2570,7 +2570,7 @@ RUNTIME = [
     *_in(
         "runtime/writers.py",
         "runtime/test_writers.py",
-        ('or record["step"] <= last]', 'or record["step"] < last]'),
+        ('or record["step"] <= last)', 'or record["step"] < last)'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
         ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
         (
@@ -2788,7 +2788,7 @@ MONITORING = [
     *_in(
         "monitoring/curves.py",
         "monitoring/test_curves.py",
-        ("smoothed[i] = np.median(near)", "smoothed[i] = np.mean(near)"),
+        ("smoothed[n] = np.median(near)", "smoothed[n] = np.mean(near)"),
         ("i + min(i, window) + 1]", "i + window + 1]"),
     ),
 ]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEGEND_COLUMNS = 3
+SMOOTHED_POINTS = 2000  # of a curve: more than the picture has columns of pixels
 BLUE, ORANGE, RED, GREY = "#2f6db3", "#e07b1a", "#c8322b", "#8a8a8a"
 
 
@@ -114,20 +115,27 @@ def _subtitle(run: Run) -> str:
 def _plot_smoothed(axes: "Axes", steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
     """The values in a pale colour, and their running median over them."""
     axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8)
-    axes.plot(steps, smooth(values, len(values) // 40), color=BLUE, **style)
+    at = np.unique(np.linspace(0, len(values) - 1, min(len(values), SMOOTHED_POINTS)).astype(np.int64))
+    axes.plot(steps[at], smooth(values, len(values) // 40, at), color=BLUE, **style)
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
+def smooth(values: np.ndarray, window: int, at: np.ndarray) -> np.ndarray:
     """Running median of each value and up to `window` finite ones on each side; NaN where there is none.
 
     A median ignores spikes. The window grows from zero at the beginning, where losses fall fast.
+
+    Args:
+      at: (n,), the indices of the values to smooth.
+
+    Returns:
+      (n,) medians.
     """
-    smoothed = np.full(len(values), np.nan)
-    for i in range(len(values)):
+    smoothed = np.full(len(at), np.nan)
+    for n, i in enumerate(at):
         near = values[i - min(i, window) : i + min(i, window) + 1]
         near = near[np.isfinite(near)]
         if len(near):
-            smoothed[i] = np.median(near)
+            smoothed[n] = np.median(near)
     return smoothed
 
 

@@ -1,6 +1,8 @@
 """Reads the files in the workdir of a run that has not begun, is in progress, was killed or finished."""
 
 import dataclasses
+import functools
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +37,6 @@ class Run:
       workdir: the directory.
       config: the resolved config, `config.json`.
       info: `run.json`, which lists every start of the run.
-      records: the records of `metrics.jsonl`, in order.
       checkpoints: what the directory of checkpoints holds, oldest step first.
       spike_records: those of the spikes that the run recorded, in order.
     """
@@ -43,9 +44,19 @@ class Run:
     workdir: Path
     config: Mapping[str, Any]
     info: Mapping[str, Any]
-    records: list[dict[str, Any]]
     checkpoints: list[checkpoint.StepInfo]
     spike_records: list[dict[str, Any]]
+
+    @functools.cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, in order.
+
+        They are read when they are first asked for: those of a long run take a minute.
+
+        Raises:
+          ValueError: a value that is not a number.
+        """
+        return read_jsonl(self.workdir / "metrics.jsonl")
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -104,12 +115,21 @@ class Run:
             return several if batches > 1 else "the first validation batch"
         return "all validation data"
 
-    @property
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of all metrics, in the order in which they were first recorded."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.records)))
+
+    def records_with(self, prefix: str) -> list[dict[str, Any]]:
+        """The records with a metric whose name begins with `prefix`, in order."""
+        names = [name for name in self.names if name.startswith(prefix)]
+        return [record for record in self.records if any(name in record for name in names)]
+
+    @functools.cached_property
     def _evaluated_all(self) -> bool:
         """Whether the last ``eval/…`` are those of all validation data, as where it is shorter."""
         # Those of `run.probes` may follow.
-        evaluations = [r for r in self.records if any(name.startswith("eval") for name in r)]
-        *_, part, whole = ({}, {}, *evaluations)
+        *_, part, whole = ({}, {}, *self.records_with("eval"))
         names = [name for name in whole if name.startswith("eval_full/")]
         return bool(names) and all(part.get(n.replace("_full", "", 1)) == whole[n] for n in names)
 
@@ -126,7 +146,7 @@ class Run:
             path = self.workdir / "config.json"
             raise ValueError(f"{path} is damaged (spikes.{error}); put back a good copy") from None
 
-    @property
+    @functools.cached_property
     def spikes(self) -> list[Spike]:
         """The spikes that the run recorded, or else those among its logged losses."""
         if self.spike_records:
@@ -135,8 +155,8 @@ class Run:
 
     def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps (int64) and values (float64) of the records that contain `name`."""
-        found = [(r["step"], r[name]) for r in self.records if name in r]
-        steps, values = zip(*found, strict=True) if found else ((), ())
+        found = [record for record in self.records if name in record]
+        steps, values = [r["step"] for r in found], [r[name] for r in found]
         return np.array(steps, np.int64), np.array(values, np.float64)
 
     def setting(self, section: str, key: str) -> Any:
@@ -157,7 +177,6 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         workdir=workdir,
         config=_read_json(workdir / "config.json", _CONFIG),
         info=_read_json(workdir / "run.json", {"starts": [_START]}),
-        records=read_jsonl(workdir / "metrics.jsonl"),
         checkpoints=_list_checkpoints(workdir / "checkpoints"),
         spike_records=recorded_spikes(workdir),
     )

@@ -22,6 +22,7 @@ from maxlp.runtime.messages import counted, rounded
 from maxlp.runtime.writers import format_seconds
 
 MAX_WIDTH = 108
+MAX_ENTRIES = 10  # of a list, such as that of the spikes
 
 Lines = list[tuple[str, str]]  # label, text
 
@@ -56,13 +57,16 @@ def _wrap(label: str, text: str) -> str:
 
 
 def run_lines(run: Run) -> Lines:
-    """State of the run, all starts, and the device, command and versions of the newest start."""
-    lines = [("directory", str(run.workdir)), ("state", _state(run))]
+    """State of the run, its first and last starts, and device, command and versions of the newest."""
+    starts = []
     for i, start in enumerate(run.starts):
         event = "restarted" if i else "started"
         if start.get("step"):
             event = "resumed"
-        lines.append((event, f"{start.get('time', '?')} at step {start.get('step', '?')}"))
+        starts.append((event, f"{start.get('time', '?')} at step {start.get('step', '?')}"))
+    if hidden := starts[1 : 1 - MAX_ENTRIES]:
+        starts = [starts[0], ("", f"and {len(hidden):,} more"), *starts[1 - MAX_ENTRIES :]]
+    lines = [("directory", str(run.workdir)), ("state", _state(run)), *starts]
     if run.starts:
         newest = run.starts[-1]
         device = f"{newest.get('num_devices', '?')} × {newest.get('device_kind', '?')}"
@@ -142,8 +146,7 @@ def _evaluation_lines(run: Run, prefix: str) -> Lines:
             best = _best(steps[comparable], values[comparable], shown)
             on = f" on {part}" if comparable.all() else ""
             lines.append((name, f"{shown(values[-1])} at step {steps[-1]:,}{on}{best}"))
-    names = dict.fromkeys(name for record in run.records for name in record)  # in the order written
-    for name in names:
+    for name in run.names:
         if name.startswith(f"{prefix}/") and ("top" in name or "recall" in name):
             steps, values = run.series(name)
             lines.append((name, f"{values[-1]:.2%} at step {steps[-1]:,} on {part}"))
@@ -209,7 +212,7 @@ def speed_lines(run: Run) -> Lines:
             p5, median, p95 = (f"{v:{form}}{unit}" for v in np.percentile(values, (5, 50, 95)))
             lines.append((f"perf/{name}", f"median {median}, 5th to 95th percentile {p5} to {p95}"))
     lines += _mfu_lines(run)
-    for name in sorted({name for record in run.records for name in record}):
+    for name in sorted(run.names):
         if name.startswith("memory/"):
             lines.append((name, f"maximum {np.max(run.series(name)[1]):.2f}"))
     return lines
@@ -228,13 +231,13 @@ def _mfu_lines(run: Run) -> Lines:
 # --- spikes, quantization, checkpoints ----------------------------------------------------------------
 
 
-def spike_lines(run: Run, at_most: int = 10) -> Lines:
+def spike_lines(run: Run) -> Lines:
     """The spikes of the run, with the tensors behind them, and the rollbacks."""
     spikes = run.spikes
     tensors = {record["step"]: _first_tensor(record) for record in run.spike_records}
-    lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:at_most]]
-    if len(spikes) > at_most:
-        lines.append(("", f"and {len(spikes) - at_most} more"))
+    lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:MAX_ENTRIES]]
+    if hidden := spikes[MAX_ENTRIES:]:
+        lines.append(("", f"and {len(hidden):,} more"))
     lines += _lead_lines(run, spikes)
     for entry in read_rollbacks(run.workdir):
         begin, end = entry["batches"]
@@ -276,7 +279,7 @@ def _first_tensor(record: Mapping[str, Any]) -> str:
 
 def health_lines(run: Run) -> Lines:
     """The last measurement of `precision.health`, one line for each tensor of a stack."""
-    measured = [record for record in run.records if any(name.startswith("health/") for name in record)]
+    measured = run.records_with("health/")
     if not measured:
         return []
     from maxlp.precision import health  # imports Flax, which few reports need
@@ -286,7 +289,7 @@ def health_lines(run: Run) -> Lines:
 
 def magnitude_lines(run: Run) -> Lines:
     """The last measurement of `precision.magnitudes`, and the first: one line for each stack of blocks."""
-    records = [record for record in run.records if any(name.startswith("magnitude/") for name in record)]
+    records = run.records_with("magnitude/")
     if not records:
         return []
     first, last = _magnitudes(records[0]), _magnitudes(records[-1])
@@ -313,11 +316,17 @@ def _magnitudes(record: Mapping[str, float]) -> dict[str, list[float]]:
 
 
 def checkpoint_lines(run: Run) -> Lines:
-    """The checkpoints that exist."""
-    return [
+    """The checkpoints that exist; of many that are complete, the oldest and the newest."""
+    complete = [c for c in run.checkpoints if c.status == "complete"]
+    hidden = set(complete[1 : 1 - MAX_ENTRIES])
+    lines = [
         (f"step {c.step:,}", f"{c.status}, {c.num_bytes / 2**20:,.1f} MiB, saved {_local_time(c.saved_at)}")
         for c in run.checkpoints
+        if c not in hidden
     ]
+    if hidden:
+        lines.append(("", f"and {len(hidden):,} more that are complete"))
+    return lines
 
 
 def _local_time(seconds: float) -> str:

@@ -118,7 +118,7 @@ def reopened(
         if workdir is None:
             workdir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             prepare_tokenizer(s, workdir)
-        else:
+        elif step is not None:
             _check_step(workdir, step)
         yield stack.enter_context(opened(s, workdir, step, same_precision=same_precision))
 
@@ -139,10 +139,10 @@ def _check_devices(s: Settings, workdir: Path) -> None:
         ) from error
 
 
-def _check_step(workdir: Path, step: int | None) -> None:
+def _check_step(workdir: Path, step: int) -> None:
     run = load_run(workdir)
     last = max([run.step, *(saved.step for saved in run.checkpoints if saved.status == "complete")])
-    if step is not None and step > last + 1 and not read_record(workdir, step):
+    if step > last + 1 and not read_record(workdir, step):
         taken = counted(last, "step")
         raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {taken}")
 

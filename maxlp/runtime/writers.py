@@ -129,8 +129,9 @@ class JsonlWriter:
             # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
             lines = _parse_lines(path)
-            kept = [line + b"\n" for line, record in lines if record is None or record["step"] <= last]
-            files.write_bytes(path, b"".join(kept))
+            kept = (line + b"\n" for line, record in lines if record is None or record["step"] <= last)
+            with files.replacing(path) as file:
+                file.writelines(kept)
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -151,25 +152,40 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       ValueError: a value that is not a number.
     """
-    records = [record for _, record in _parse_lines(Path(path)) if record is not None]
-    for record in records:
+    records = []
+    for _, record in _parse_lines(Path(path)):
+        if record is None:
+            continue
         for name, value in record.items():
             if not isinstance(value, int | float):
                 found = f"{name} of step {record['step']} is {value!r}, not a number"
                 raise ValueError(f"{path}: {found}; correct or delete the line")
+        # One copy of each name: half of the memory for hundreds of thousands of records.
+        records.append({sys.intern(name): value for name, value in record.items()})
     return records
 
 
-def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Each line and its record, or None and a warning if it is not one; without a truncated last line."""
-    content = path.read_bytes() if path.exists() else b""
-    parsed = [(line, _parse(line)) for line in content.splitlines()]
-    if parsed and parsed[-1][1] is None and not content.endswith(b"\n"):
-        parsed.pop()
-    if others := [number for number, (_, record) in enumerate(parsed, 1) if record is None]:
+def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line and its record, or None and a warning if it is not one; without a truncated last line.
+
+    They are read one by one: the file of a long run takes several times its size in memory.
+    """
+    if not path.exists():
+        return
+    others: list[int] = []
+    number = 0
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record is None and not line.endswith(b"\n"):
+                break
+            number += 1
+            if record is None:
+                others.append(number)
+            yield line.removesuffix(b"\n"), record
+    if others:
         message = "%s: ignored %d of %d lines, which are not records; the first is line %d"
-        logging.warning(message, path, len(others), len(parsed), others[0])
-    return parsed
+        logging.warning(message, path, len(others), number, others[0])
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -58,12 +58,24 @@ def test_no_picture_without_a_loss(tmp_path):
 
 def test_smoothing_ignores_spikes_and_keeps_the_first_value():
     values = np.array([9.0, 5, 4, 3, 3, 30, 3, 3, np.nan, 3, 2])
-    got = curves.smooth(values, 2)
+    everywhere = np.arange(11)
+    got = curves.smooth(values, 2, everywhere)
     assert got[0] == 9.0
     assert got[5] == 3.0
-    np.testing.assert_array_equal(curves.smooth(values, 0), values)
+    np.testing.assert_array_equal(curves.smooth(values, 0, everywhere), values)
+    np.testing.assert_array_equal(curves.smooth(values, 2, everywhere[::3]), got[::3])
     assert np.isfinite(got).all()
-    assert np.isnan(curves.smooth(np.full(3, np.nan), 1)).all()
+    assert np.isnan(curves.smooth(np.full(3, np.nan), 1, np.arange(3))).all()
+
+
+def test_a_long_curve_is_smoothed_at_as_many_points_as_can_be_seen(tmp_path, monkeypatch):
+    """At every value, the time of the medians would grow with the square of the length."""
+    write_run(tmp_path, losses=np.linspace(4, 2, 40))
+    monkeypatch.setattr(curves, "SMOOTHED_POINTS", 12)
+    values, smoothed, *_ = drawn(tmp_path).lines
+    assert (len(values.get_xdata()), len(smoothed.get_xdata())) == (40, 12)
+    for end in (0, -1):
+        assert smoothed.get_xdata()[end] == values.get_xdata()[end]
 
 
 def test_the_labels_of_a_run_that_diverged_do_not_overlap(tmp_path):

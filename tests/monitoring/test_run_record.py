@@ -36,7 +36,8 @@ def test_parameters_are_those_of_the_newest_start(tmp_path):
 def test_what_was_seen_follows_the_batch_sizes_of_all_starts(tmp_path, starts, seen):
     info = {"starts": [{"step": step} | ({"units_per_step": n} if n else {}) for step, n in starts]}
     data = {"batch_size": 4, "seq_len": 10}
-    run = dataclasses.replace(load_run(tmp_path), info=info, records=[{"step": 58}], config={"data": data})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 58}\n')
+    run = dataclasses.replace(load_run(tmp_path), info=info, config={"data": data})
     assert run.units_seen == seen
 
 

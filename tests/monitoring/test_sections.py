@@ -172,6 +172,14 @@ def test_a_second_start_from_nothing(tmp_path):
     assert text["Config"] == {"parameters": "8,030,261,248"}
 
 
+def test_of_many_starts_the_first_and_the_last_are_listed(tmp_path):
+    starts = [{"step": 10 * n, "time": f"day {n}"} for n in range(500)]
+    run = dataclasses.replace(load_run(tmp_path), info={"starts": starts})
+    _, _, first, between, *last = sections.run_lines(run)[: sections.MAX_ENTRIES + 3]
+    assert (first, between) == (("started", "day 0 at step 0"), ("", "and 490 more"))
+    assert last[-1] == ("resumed", "day 499 at step 4990") and len(last) == sections.MAX_ENTRIES - 1
+
+
 def test_quantization_is_that_of_the_last_measurement(tmp_path):
     values = {"amax": 2.0, "scale": 0.5, "age": 1.0, "saturated": 0.25, "underflow": 0.0}
     health = {f"health/layers/mlp/0/input/{name}": value for name, value in values.items()}
@@ -205,15 +213,27 @@ def test_checkpoints_are_listed_with_their_state(tmp_path):
     assert bad_text.startswith("damaged, 0.0 MiB") and good_text.startswith("complete, 3.0 MiB")
 
 
+def test_of_many_checkpoints_the_oldest_the_newest_and_the_incomplete_are_listed(tmp_path):
+    infos = [StepInfo(step, tmp_path, "complete", 0, time.time()) for step in range(2000)]
+    infos[70] = infos[70]._replace(status="damaged")
+    run = dataclasses.replace(load_run(tmp_path), checkpoints=infos)
+    *listed, (_, text) = sections.checkpoint_lines(run)
+    steps = [0, 70, *range(2000 - sections.MAX_ENTRIES + 1, 2000)]
+    assert [label for label, _ in listed] == [f"step {step:,}" for step in steps]
+    assert text == "and 1,989 more that are complete"
+
+
 # --- Spikes -------------------------------------------------------------------------------------------
 
 
-def test_spikes_among_the_logged_losses_follow_the_definition_of_the_config(tmp_path):
+def test_spikes_among_the_logged_losses_follow_the_definition_of_the_config(tmp_path, monkeypatch):
     losses = 2 + 0.01 * np.sin(np.arange(40))
     losses[[20, 30]] += 1.0
     write_run(tmp_path, losses=losses)
     assert list(shown(tmp_path)["Spikes"]) == ["step 210", "step 310"]
-    assert sections.spike_lines(load_run(tmp_path), at_most=1)[1] == ("", "and 1 more")
+    with monkeypatch.context() as shorter:
+        shorter.setattr(sections, "MAX_ENTRIES", 1)
+        assert sections.spike_lines(load_run(tmp_path))[1] == ("", "and 1 more")
     config = json.loads((tmp_path / "config.json").read_text())
     write_json(tmp_path / "config.json", config | {"spikes": {"threshold": 1000.0}})
     assert "Spikes" not in shown(tmp_path)

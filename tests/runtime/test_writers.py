@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import termios
+import tracemalloc
 import types
 
 import jax
@@ -82,6 +83,21 @@ def test_a_resume_keeps_lines_that_are_not_records(tmp_path):
     path.write_bytes(b"\n".join([first, *others, *later]) + b'\n{"step": 9')
     write_steps(tmp_path, [], 1)
     assert path.read_bytes().splitlines() == [first, *others]
+
+
+def test_a_resume_needs_less_memory_than_the_file_and_records_share_their_names(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    values = {f"train/rms/layers/{n}": 0.5 for n in range(100)}
+    path.write_text("".join(json.dumps({"step": n, **values}) + "\n" for n in range(2000)))
+    size = path.stat().st_size
+    tracemalloc.start()
+    write_steps(tmp_path, [], 1500)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    first, *_, last = records = writers.read_jsonl(path)
+    assert len(records) == 1501 and size * 3 // 4 < path.stat().st_size < size
+    assert peak < size / 10
+    assert list(map(id, first)) == list(map(id, last))
 
 
 def test_a_value_that_is_no_number_is_named(tmp_path):
