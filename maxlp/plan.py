@@ -34,6 +34,7 @@ from maxlp.run import cli, constraints, emulation
 from maxlp.run.config import ConfigError, choices
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Machine, Settings, read
+from maxlp.runtime.messages import rounded
 
 
 def define_flags() -> None:
@@ -318,36 +319,39 @@ def _collective_lines(plan: dict[str, Any], source: str) -> list[str]:
             continue  # below a thousandth of the sum
         overlapped = f"{row['overlapped'] / row['sent']:10.0%}" if source == "compiled" else "         ?"
         lines.append(
-            f"  {row['kind']:18} {'+'.join(row['axes']):14} {row['times']:8,} {row['sent'] / GIB:9.3g} "
-            f" {overlapped} {row['seconds']:8.3g}"
+            f"  {row['kind']:18} {'+'.join(row['axes']):14} {row['times']:8,} "
+            f"{rounded(row['sent'] / GIB, 3):>9}  {overlapped} {rounded(row['seconds'], 3):>8}"
         )
     if rare := plan[source]["rare_collectives"]:
         sent, seconds = (sum(row[name] for row in rare) for name in ("sent", "seconds"))
-        lines.append(f"  not in every step, and not counted below:{sent / GIB:15.3g} {seconds:21.3g}")
+        numbers = f"{rounded(sent / GIB, 3):>15} {rounded(seconds, 3):>21}"
+        lines.append(f"  not in every step, and not counted below:{numbers}")
     return lines
 
 
 def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     t, work, chip, unit = plan[source]["time"], plan[source]["work"], plan["chip"], plan["unit"]
+    seconds = {name: rounded(value, 3) for name, value in t.items() if name != "limit"}
     flops = " + ".join(f"{n:.3g} {dtype}" for dtype, n in work["flops"].items())
     mfu = plan[source]["mfu"]
     rate = plan["units_per_step"] / t["expected"]
     host = []
     if work["host"]:
-        seconds, speed = f"{t['host']:8.3g}", f"at {chip['host'] / 1e9:.0f} GB/s"
+        time_of_host, speed = seconds["host"], f"at {chip['host'] / 1e9:.0f} GB/s"
         if not chip["host"]:
-            seconds, speed = f"{'?':>8}", "at an unpublished speed"
-        host = [f"  host    {seconds}   {work['host'] / 1e9:.3g} GB from and to its memory {speed}"]
+            time_of_host, speed = "?", "at an unpublished speed"
+        size = rounded(work["host"] / 1e9, 3)
+        host = [f"  host    {time_of_host:>8}   {size} GB from and to its memory {speed}"]
     return [
         "seconds per step at published speeds",
-        f"  compute {t['compute']:8.3g}   {flops} FLOPs, with recomputation",
+        f"  compute {seconds['compute']:>8}   {flops} FLOPs, with recomputation",
         f"  {'':16}   (peak {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16)",
-        f"  memory  {t['memory']:8.3g}   about {work['bytes'] / 1e9:.3g} GB "
+        f"  memory  {seconds['memory']:>8}   about {rounded(work['bytes'] / 1e9, 3)} GB "
         f"at {chip['hbm'] / 1e9:.0f} GB/s",
-        f"  network {t['network']:8.3g}   of which {t['exposed']:.3g} exposed",
+        f"  network {seconds['network']:>8}   of which {seconds['exposed']} exposed",
         *host,
-        f"  step at least {t['least']:.3g} s ({t['limit']} bound), "
-        f"{t['expected']:.3g} s with exposed collectives:",
+        f"  step at least {seconds['least']} s ({t['limit']} bound), "
+        f"{seconds['expected']} s with exposed collectives:",
         f"  at most {rate:,.0f} {unit}/s, "
         f"MFU {mfu['full']:.1%} ({mfu['causal']:.1%} with causal attention)",
     ]
@@ -392,7 +396,7 @@ def _candidate_lines(candidates: Sequence[search.Candidate], unit: str) -> list[
     """A table of candidates."""
     lines = [f"    s/step {unit + '/s':>11}    GiB  settings"]
     for one in candidates:
-        numbers = f"{one.seconds:10.3g} {one.rate:11,.0f} {one.peak / GIB:6.1f}  "
+        numbers = f"{rounded(one.seconds, 3):>10} {one.rate:11,.0f} {one.peak / GIB:6.1f}  "
         rows = textwrap.wrap(" + ".join(one.numerics), WIDTH - len(numbers))
         rows += textwrap.wrap(describe_layout(one), WIDTH - len(numbers))
         lines += [numbers + rows[0], *(" " * len(numbers) + row for row in rows[1:])]

@@ -315,3 +315,15 @@ def test_what_does_not_run_in_every_step_is_apart():
     assert timed["time"] == plan.timing(described, Work({"bfloat16": 1.0}, 0.0), [usual], h100, 1)["time"]
     row, last = plan._collective_lines({"compiled": timed}, "compiled")[2:]
     assert row.split()[3] == "7" and last.startswith("  not in every step") and last.split()[-2] == "14"
+
+
+def test_large_numbers_of_bytes_and_seconds_have_no_exponent():
+    h100 = topologies.parse("h100:1x8")
+    gather = Collective("all-gather", ("fsdp",), 8, 2**51, 1, overlapped=False)
+    described = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 1, "causal": 1})
+    timed = plan.timing(described, Work({"bfloat16": 2e19}, 5e15), [gather], h100, 1)
+    values = described | {"chip": {"peak_bfloat16": 1e15, "hbm": 1e12}, "compiled": timed, "unit": "tokens"}
+    shown = plan._collective_lines(values, "compiled")[2:] + plan._time_lines(values, "compiled")
+    assert re.findall(r"\S*e\+\d\S*", " ".join(shown)) == ["2e+19"], "of FLOPs"
+    assert any("about 5,000,000 GB" in line for line in shown)
+    assert "14,400" in "".join(plan._candidate_lines([candidate(14416.0, {})], "tokens"))

@@ -4,6 +4,7 @@ from typing import Any
 
 from maxlp.parallel import sharding
 from maxlp.planning.topologies import GIB
+from maxlp.runtime.messages import rounded
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -23,7 +24,8 @@ def draw(plan: dict[str, Any], path: str) -> None:
     source = "compiled" if "time" in plan.get("compiled", {}) else "estimate"
     _seconds(seconds, plan[source], source)
     mesh = sharding.describe(plan["mesh"])
-    figure.suptitle(f"{plan['parameters'] / 1e9:.3g} B parameters on {plan['topology']}, {mesh}")
+    billions = rounded(plan["parameters"] / 1e9, 3)
+    figure.suptitle(f"{billions} B parameters on {plan['topology']}, {mesh}")
     figure.savefig(path, dpi=120)
 
 

@@ -32,7 +32,7 @@ from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
 from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ def _memory(s: Settings, state: State) -> str:
     names = {"params": "parameters", "opt_state": "optimizer"}
     if s.train.lora is not None:
         names |= {"params": "adapters", "model_state": "frozen parameters"}
-    sizes = {part: f"{name} {gib(state[part]):.3g} GiB" for part, name in names.items()}
+    sizes = {part: f"{name} {rounded(gib(state[part]), 3)} GiB" for part, name in names.items()}
     if s.optimizer.offload:
         sizes["opt_state"] += " on the host"
     return ", ".join(sizes.values())
