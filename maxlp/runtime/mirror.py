@@ -6,8 +6,8 @@ code as on disk reads and writes them, and are copied:
 
 - from the bucket when the folder is opened, when the lock is taken, and at every barrier in the processes
   that do not hold the lock;
-- to the bucket every `PUSH_SECONDS`, before a checkpoint becomes complete, and at the end of the run. A
-  kill loses no record from before the newest checkpoint.
+- to the bucket every `PUSH_SECONDS` (less often if that takes long), before a checkpoint becomes complete,
+  and at the end of the run. A kill loses no record from before the newest checkpoint.
 
 Arrays are never in the mirror: `bucket` writes them to the bucket and reads them there. A folder of a step
 in the mirror holds only the record and the manifest of a complete checkpoint.
@@ -35,6 +35,7 @@ from absl import logging
 from maxlp.runtime import files, lock, manifest, storage
 
 PUSH_SECONDS = 30.0
+_PAUSE_PER_PUSH = 9.0  # times its seconds: gigabytes of metrics take a tenth of the network's time, not all
 
 _THREADS = 8
 _LARGE_BYTES = 64 << 20  # files from this size on are not held in memory, nor are they files of a run
@@ -280,11 +281,14 @@ class Mirror:
         threading.Thread(target=self._push_regularly, name="mirror", daemon=True).start()
 
     def _push_regularly(self) -> None:
-        while not self._ended.wait(PUSH_SECONDS):
+        pause = PUSH_SECONDS
+        while not self._ended.wait(pause):
+            began, pause = time.monotonic(), PUSH_SECONDS
             try:
                 self.push()
+                pause = max(pause, _PAUSE_PER_PUSH * (time.monotonic() - began))
             except OSError as error:
-                logging.warning("%s; trying again in %.0f s", error, PUSH_SECONDS)
+                logging.warning("%s; trying again in %.0f s", error, pause)
 
     def stop(self) -> None:
         """Pushes for the last time."""

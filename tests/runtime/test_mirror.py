@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import types
 
 import pytest
 
@@ -98,6 +99,29 @@ def test_a_push_that_fails_is_tried_again(bucket, monkeypatch):
         (folder / "a.txt").write_text("1")
         wait_until(lambda: names(bucket) == ["a.txt"])
     assert len(failures) == 2
+
+
+def test_the_longer_a_push_takes_the_longer_is_the_pause(bucket, monkeypatch):
+    """Gigabytes of metrics would otherwise be sent without end."""
+    of_run = mirror.find(opened(bucket))
+    now, waits, pushes = [0.0], [], iter([1.0, 60.0, OSError("down"), 0.0])
+
+    def wait(seconds):
+        waits.append(seconds)
+        return len(waits) == 5
+
+    def push():
+        seconds = next(pushes)
+        if isinstance(seconds, OSError):
+            raise seconds
+        now[0] += seconds
+
+    monkeypatch.setattr(mirror, "PUSH_SECONDS", 30.0)
+    monkeypatch.setattr(mirror, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(of_run, "_ended", types.SimpleNamespace(wait=wait))
+    monkeypatch.setattr(of_run, "push", push)
+    of_run._push_regularly()
+    assert waits == [30, 30, 540, 30, 30]
 
 
 def test_metrics_are_in_the_bucket_before_the_checkpoint_that_follows_them(bucket, monkeypatch):
