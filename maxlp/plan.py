@@ -277,7 +277,7 @@ def report(plan: dict[str, Any]) -> str:
     units = plan["units_per_step"]
     full, causal = (plan["flops_per_unit"][name] for name in ("full", "causal"))
     lines = [
-        f"{plan['topology']}: {plan['devices']} × {plan['chip']['kind']}, mesh {mesh}",
+        f"{plan['topology']}: {plan['devices']:,} × {plan['chip']['kind']}, mesh {mesh}",
         f"{plan['parameters']:,} parameters; {units:,} {plan['unit']} per step",
         f"{full:.3g} FLOPs per {plan['unit'].removesuffix('s')}, {units * full:.3g} per step "
         f"({units * causal:.3g} with causal attention)",
@@ -295,14 +295,14 @@ def report(plan: dict[str, Any]) -> str:
 
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     lines = ["memory per device, GiB"]
-    lines += [f"  {name:28} {size / GIB:8.2f}" for name, size in plan["estimate"]["memory"].items()]
-    lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8.2f}")
+    lines += [f"  {name:28} {size / GIB:8,.2f}" for name, size in plan["estimate"]["memory"].items()]
+    lines.append(f"  {'estimated peak':28} {plan['estimate']['peak'] / GIB:8,.2f}")
     if (done := plan.get("compiled")) is not None:
         if done["memory"]:
             for name in ("arguments", "temporaries", "outputs", "code", "host"):
                 if done["memory"][name] > 2**20:
-                    lines.append(f"  {'compiled: ' + name:28} {done['memory'][name] / GIB:8.2f}")
-        lines.append(f"  {'compiled peak':28} {done['peak'] / GIB:8.2f}")
+                    lines.append(f"  {'compiled: ' + name:28} {done['memory'][name] / GIB:8,.2f}")
+        lines.append(f"  {'compiled peak':28} {done['peak'] / GIB:8,.2f}")
         lines.append(
             f"  compiled in {done['compile_seconds']:.0f} s with {done['host_memory'] / GIB:.1f} GiB"
         )
@@ -345,9 +345,9 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
     return [
         "seconds per step at published speeds",
         f"  compute {seconds['compute']:>8}   {flops} FLOPs, with recomputation",
-        f"  {'':16}   (peak {chip['peak_bfloat16'] / 1e12:.0f} TFLOP/s in bfloat16)",
+        f"  {'':16}   (peak {chip['peak_bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16)",
         f"  memory  {seconds['memory']:>8}   about {rounded(work['bytes'] / 1e9, 3)} GB "
-        f"at {chip['hbm'] / 1e9:.0f} GB/s",
+        f"at {chip['hbm'] / 1e9:,.0f} GB/s",
         f"  network {seconds['network']:>8}   of which {seconds['exposed']} exposed",
         *host,
         f"  step at least {seconds['least']} s ({t['limit']} bound), "
@@ -360,7 +360,7 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
 def _fits_line(plan: dict[str, Any]) -> str:
     source = "compiled" if "compiled" in plan else "estimate"
     peak, memory = plan[source]["peak"] / GIB, plan["has"] / GIB
-    return f"{'fits' if plan['fits'] else 'does not fit'}: {peak:.2f} of {memory:.2f} GiB ({source})"
+    return f"{'fits' if plan['fits'] else 'does not fit'}: {peak:,.2f} of {memory:.2f} GiB ({source})"
 
 
 WIDTH = 80  # of the terminal
@@ -386,8 +386,9 @@ def found_report(found: search.Found, topology: Topology, unit: str) -> str:
     missing = smallest.peak - search.MARGIN * topology.chip.memory
     title = (
         f"nothing fits in {memory}: over every mesh, remat, number of microbatches and of parts of the "
-        f"loss, with and without {', '.join(search.NUMERICS)}, the least is {smallest.peak / GIB:.1f} GiB, "
-        f"{missing / GIB:.1f} GiB too much. Use more or larger devices, or shorter sequences. It is:"
+        f"loss, with and without {', '.join(search.NUMERICS)}, the least is "
+        f"{smallest.peak / GIB:,.1f} GiB, {missing / GIB:,.1f} GiB too much. Use more or larger devices, "
+        "or shorter sequences. It is:"
     )
     return "\n".join(["", *textwrap.wrap(title, WIDTH), *_candidate_lines([smallest], unit)])
 
@@ -396,7 +397,7 @@ def _candidate_lines(candidates: Sequence[search.Candidate], unit: str) -> list[
     """A table of candidates."""
     lines = [f"    s/step {unit + '/s':>11}    GiB  settings"]
     for one in candidates:
-        numbers = f"{rounded(one.seconds, 3):>10} {one.rate:11,.0f} {one.peak / GIB:6.1f}  "
+        numbers = f"{rounded(one.seconds, 3):>10} {one.rate:11,.0f} {one.peak / GIB:6,.1f}  "
         rows = textwrap.wrap(" + ".join(one.numerics), WIDTH - len(numbers))
         rows += textwrap.wrap(describe_layout(one), WIDTH - len(numbers))
         lines += [numbers + rows[0], *(" " * len(numbers) + row for row in rows[1:])]

@@ -48,7 +48,7 @@ def test_command_without_a_compiler(tmp_path):
         "--config.optimizer.decay_fraction=None",
     )
     assert done.returncode == 0, done.stderr
-    assert "1024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
+    assert "1,024 × TPU v5, mesh fsdp 128 × tensor 8" in done.stdout
     assert "405,853,388,800 parameters" in done.stdout and "\nfits: " in done.stdout
     values = json.loads((tmp_path / "plan.json").read_text())
     assert values["estimate"]["seconds"] < 1  # arithmetic; the shapes of the state come before
@@ -211,7 +211,7 @@ def test_a_config_whose_mesh_does_not_exist_is_searched_nevertheless(tmp_path):
     path = tmp_path / "plan.json"
     done = run("--config=configs/llama/70b.py", "--topology=h200:1x4", "--estimate_only", f"--json={path}")
     assert done.returncode == 0, done.stderr
-    assert "mesh.tensor=8" in done.stdout and "there are 4" in done.stdout
+    assert "mesh.tensor=8: the number of devices, 4, is not a multiple of 8" in done.stdout
     assert "fits only with other numerics" in " ".join(done.stdout.split())
     values = json.loads(path.read_text())
     assert "mesh.tensor=8" in values["refused"] and values["search"]["numerics"]
@@ -287,6 +287,20 @@ def test_the_expected_mfu_counts_exposed_collectives():
     assert timed["mfu"]["full"] == pytest.approx(0.3 / 0.6)
     values = described | {"chip": {"peak_bfloat16": 1e15, "hbm": 1e12}, "compiled": timed}
     assert plan._time_lines(values, "compiled")[-1].startswith("  at most 13 tokens/s, MFU 50.0%")
+
+
+def test_large_numbers_have_no_exponent():
+    """A step of several minutes that moves 40 TB on each device."""
+    h100 = topologies.parse("h100:1x8")
+    values = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, flops_per_unit={"full": 1, "causal": 1})
+    gather = Collective("all-gather", ("fsdp",), 8, int(12340 * 2**30 * 8 / 7), 1, overlapped=False)
+    chip = dataclasses.asdict(h100.chip) | {"peak_bfloat16": h100.chip.peak()}
+    values |= {"chip": chip, "unit": "tokens"}
+    work = Work({"bfloat16": 1234 * h100.chip.peak()}, 4e13)
+    values["estimate"] = plan.timing(values, work, [gather], h100, 1)
+    assert plan._collective_lines(values, "estimate")[-1].split()[3:5] == ["12,300", "?"]
+    lines = plan._time_lines(values, "estimate")
+    assert lines[1].startswith("  compute    1,230 ") and "about 40,000 GB at 3,352 GB/s" in lines[3]
 
 
 @pytest.mark.parametrize(

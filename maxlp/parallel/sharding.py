@@ -350,20 +350,29 @@ def param_shardings(variables: nnx.State, mesh: Mesh | AbstractMesh) -> dict:
     Raises:
       ValueError: a dim that its mesh axes do not divide; the message names the parameter.
     """
+    flat = nnx.to_flat_state(variables)
+
+    def names_of(variable: nnx.Variable) -> tuple[str | None, ...]:
+        return variable.get_metadata("out_sharding", None) or (None,) * len(variable.shape)
 
     def one(path: tuple, variable: nnx.Variable) -> NamedSharding:
-        names = variable.get_metadata("out_sharding", None) or (None,) * len(variable.shape)
+        names = names_of(variable)
         axes = spec(*names)
         for dim, name, axis in zip(variable.shape, names, axes, strict=True):
             if dim % axes_size(mesh, axis):
-                sizes = " × ".join(f"mesh.{a}={mesh.shape[a]}" for a in axis_names(axis))
+                split = [f"mesh.{a}={mesh.shape[a]}" for a in axis_names(axis) if mesh.shape[a] > 1]
                 raise ValueError(
-                    f"{sizes} does not divide the axis {name!r} of size {dim} of "
-                    f"{'/'.join(map(str, path))}; change the mesh or the model"
+                    f"{' × '.join(split)} does not divide the axis {name!r} of size {dim} of "
+                    f"{'/'.join(map(str, path))}; {largest_size(axis)} divides all of them, with the other "
+                    "devices on mesh.data"
                 )
         return NamedSharding(mesh, axes)
 
-    flat = nnx.to_flat_state(variables)
+    def largest_size(axis: str | tuple[str, ...]) -> int:
+        """The largest divisor of the size of these mesh axes that divides every dim which they split."""
+        placed = [pair for _, v in flat for pair in zip(v.shape, spec(*names_of(v)), strict=True)]
+        return math.gcd(axes_size(mesh, axis), *(dim for dim, place in placed if place == axis))
+
     return nnx.traversals.unflatten_mapping({path: one(path, v) for path, v in flat})
 
 

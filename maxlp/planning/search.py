@@ -302,6 +302,7 @@ class _Search:
         self._states: dict[Any, StateShapes] = {}
         self.smallest: Candidate | None = None
         self.combinations = 0
+        self._meshes = list(self._possible_meshes())
         try:
             self._axes = topology.machine(s).axes
         except ValueError:
@@ -343,16 +344,24 @@ class _Search:
 
     def _least_held(self, variant: Variant) -> float:
         """The fewest bytes that the state of a variant takes on any mesh; infinity if it cannot run."""
+        if not self._meshes:
+            return math.inf
         try:
             s = changed(self._base, variant.changes)
             state = self._state(s)
         except ValueError:  # an optimizer or a model that the variant is not for
             return math.inf
-        held = [_held(state, self._machine(s, mesh)) for mesh in meshes(s, self._topology)]
+        held = [_held(state, machine) for _, machine in self._meshes]
         return min((one for one in held if one is not None), default=math.inf)
 
-    def _machine(self, s: Settings, mesh: Changes) -> Machine:
-        return self._topology.machine(dataclasses.replace(s, mesh=mesh))
+    def _possible_meshes(self) -> Iterator[tuple[Changes, Machine]]:
+        """The meshes whose devices can share the batch and every parameter, for all variants."""
+        for mesh in meshes(self._base, self._topology):
+            machine = self._topology.machine(dataclasses.replace(self._base, mesh=mesh))
+            if self._base.data.batch_size % machine.batch_shards:
+                continue
+            if constraints.mesh_divides_params(self._base, machine) is None:
+                yield mesh, machine
 
     def _largest_batches(self, cells: list[Cell], variant: Variant) -> list[Candidate]:
         """The candidates with the largest batch that fits, the fastest first."""
@@ -371,13 +380,11 @@ class _Search:
     def _cells(self, variant: Variant) -> Iterator[Cell]:
         s = changed(self._base, variant.changes)
         state, rows = self._state(s), self._choices(s, variant)
-        for mesh in meshes(s, self._topology):
-            on_mesh, machine = dataclasses.replace(s, mesh=mesh), self._machine(s, mesh)
-            if s.data.batch_size % machine.batch_shards:
-                continue
+        for mesh, machine in self._meshes:
             held = _held(state, machine)
             if held is None or (self.smallest and held > max(self._limit, self.smallest.peak)):
                 continue
+            on_mesh = dataclasses.replace(s, mesh=mesh)
             for row in _distinct_kernels(on_mesh, machine, rows):
                 if (cell := self._cell(on_mesh, machine, row, variant)) is not None:
                     yield cell

@@ -208,7 +208,7 @@ class Settings:
         """Rows of a microbatch on one device: the per-device batch size."""
         return self.data.batch_size // (machine.batch_shards * self.train.microbatches)
 
-    @property
+    @functools.cached_property
     def _traced(self) -> "_TracedModel":
         # Settings that affect neither parameters nor matmuls are fixed, so that each model is traced once.
         model = _changed(self.model, attention=attention.AUTO, remat="none")

@@ -54,7 +54,7 @@ def test_the_abstract_state_has_the_structure_shapes_and_dtypes_of_the_state():
 
 
 def test_a_parameter_that_the_mesh_does_not_divide_is_named():
-    message = r"^mesh\.tensor=2 does not divide the axis 'mlp' of size 97 of layers/mlp/\w+/kernel"
+    message = r"^mesh\.tensor=2 does not divide the axis 'mlp' of size 97 of layers/mlp/\w+/kernel; 1 "
     with pytest.raises(ValueError, match=message):
         abstract_state(make_llama(mlp_dim=97), TX, make_mesh(tensor=2))
 

@@ -84,6 +84,19 @@ def test_kernels_are_split_by_their_logical_axes_and_a_misfit_is_named():
         shardings((8, 7))
 
 
+def test_the_size_in_the_message_of_a_misfit_divides_every_parameter():
+    """The towers of a CLIP have different widths."""
+
+    def kernel(dim):
+        shape = jax.ShapeDtypeStruct((dim, 3), "float32")
+        return nnx.Param(shape, out_sharding=("embed", None), eager_sharding=False)
+
+    variables = nnx.State({"text": kernel(12), "visual": kernel(10)})
+    with pytest.raises(ValueError, match=r"^mesh\.fsdp=8 does .* of size 12 of text; 2 divides all of"):
+        sharding.param_shardings(variables, sharding.abstract_mesh({"fsdp": 8}))
+    sharding.param_shardings(variables, sharding.abstract_mesh({"fsdp": 2, "data": 4}))
+
+
 @pytest.mark.parametrize("V", [4, 130], ids=["round", "padded to be scattered"])
 def test_gathered_params_are_whole_and_their_gradient_is_the_sum_over_the_copies(V):
     """One copy for each part of batch and sequence; only the tensor axis splits a copy."""

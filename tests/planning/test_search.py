@@ -212,6 +212,13 @@ def test_free_stages_are_those_of_the_topology():
     assert {one["stage"] for one in search.meshes(s, topologies.parse("h100:1x4"))} == {2}
 
 
+def test_if_no_mesh_is_possible_nothing_is_traced(monkeypatch):
+    """On 25 devices, of which none share 7 rows or the 4 heads of a layer."""
+    monkeypatch.setattr(search, "state_shapes", lambda *_: pytest.fail("traces a state in vain"))
+    found = search.find(small(data__batch_size=7, mesh__fsdp=-1), topologies.parse("h100:5x5"))
+    assert (found.combinations, found.layouts, found.numerics, found.smallest) == (0, [], [], None)
+
+
 def test_adascale_keeps_its_microbatches():
     changes = {"optimizer.name": "sgd", "optimizer.adascale": 2.0, "train.microbatches": 2}
     s = peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes)
