@@ -4,7 +4,9 @@ Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gra
 
 The dtype that a matmul returns before its scales are applied:
 
-* int8 operands give int32, which is exact.
+* int8 operands give int32, which is exact for up to 133,144 products (2^31 / 127²). Only the ``drhs`` of
+  recipes such as ``int8_all`` can have more, one for each token: the sum wraps around if almost all of them
+  are large and of one sign.
 * FP8 operands with power-of-two scales give bfloat16 if that is the dtype of the result: applying such
   scales rounds nothing, and XLA folds it into the matmul.
 * FP8 operands with other scales give float32, so that the result is rounded only once. An exception is

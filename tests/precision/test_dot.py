@@ -51,6 +51,13 @@ def sqnr(ours, exact):
     return 10 * np.log10(np.sum(exact**2) / np.sum((ours - exact) ** 2))
 
 
+def test_a_sum_of_133_144_int8_products_does_not_wrap_around():
+    """As many as docs/low_precision.md allows in the gradient of a kernel, of the largest size."""
+    x, w, g = (jnp.ones(shape) for shape in ((1, 133_144, 1), (1, 1), (1, 133_144, 1)))
+    _, _, d_kernel = run(make_recipe("int8_all"), x, w, g)
+    np.testing.assert_allclose(d_kernel, [[133_144]], rtol=1e-6)
+
+
 def test_one_entry_adds_a_format(monkeypatch):
     """E3M4, half a step (2^-5) from every number: in a state of an optimizer, and in the three matmuls."""
     to = formats.Format("float8_e3m4", "float", 3, 4, 15.5, jnp.float8_e3m4, ("states", "matmuls"))
