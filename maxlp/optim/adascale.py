@@ -25,7 +25,7 @@ import optax
 
 from maxlp.optim.tree_utils import find_states, widened
 
-REPORTED = ("learning_rate", "gain", "tau")  # of the state, metrics of a run
+REPORTED = ("learning_rate", "gain", "tau")  # attributes of the state that are metrics of a run
 
 
 def refusal(gain: float, rows: int, microbatches: int) -> str | None:
