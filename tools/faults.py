@@ -1879,7 +1879,8 @@ DATA = [
         "data/tokenizers/test_training.py",
         ("np.random.default_rng(seed).permutation", "np.random.default_rng(0).permutation"),
         ("piece = data[start:stop][:max_bytes]", "piece = data[start:stop]"),
-        ("longer, stop, 3 * stop", "longer, start, 3 * stop"),
+        ("stop, 3 * stop  # tripled", "start, 3 * stop  # tripled"),
+        ("common.shuffled(index, size, (seed,))", "index"),
     ),
     *_in(
         "data/shards.py",
@@ -1953,7 +1954,8 @@ DATA = [
         "data/readers/jsonl.py",
         "data/readers/test_jsonl.py",
         ("starts.append(parts + size)", "starts.append(parts)"),
-        ("start).count(NEWLINE) + 1", "start).count(NEWLINE)"),
+        ("start) + 1}", "start)}"),
+        ("range(0, end, BLOCK_BYTES)", "range(0, end, BLOCK_BYTES + 1)"),
     ),
     *_in(
         "data/readers/access.py",
@@ -1974,6 +1976,7 @@ DATA = [
         "data/readers/array_record.py",
         "data/readers/test_array_record.py",
         ('if size != shard["file_size"]', "if size is None"),
+        ("not reader.ok()", "False"),
         ('len(header).to_bytes(4, "little")', 'len(header).to_bytes(4, "big")'),
         (
             'np.frombuffer(record, self._dtype.newbyteorder("<"))',

@@ -26,9 +26,10 @@ from maxlp.run.config import RENAMED, ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 from maxlp.runtime.files import shown
 
-# Path errors are the user's; other system errors, such as a full disk, may be gone at a restart.
+# Errors of paths, and the limit of open files, are the user's to solve; other system errors, such as a full
+# disk, may be gone at a restart.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-PATH_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+USER_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EMFILE)
 # JAX also raises a `ValueError`, with one of these in front, when a program on the devices fails, such as
 # when another process of the run has died.
 JAX_FAILURES = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
@@ -301,7 +302,7 @@ def _found_no_device(error: BaseException) -> bool:
 def _is_transient(error: BaseException) -> bool:
     """Whether the system failed rather than the user, so that the same command may succeed later."""
     if isinstance(error, OSError):
-        return not isinstance(error, PATH_ERRORS) and error.errno not in PATH_ERROR_NUMBERS
+        return not isinstance(error, PATH_ERRORS) and error.errno not in USER_ERROR_NUMBERS
     if type(error) is ValueError and JAX_FAILURES.match(str(error)):
         return True
     checkpoint = sys.modules.get("maxlp.runtime.checkpoint")  # not imported for a mistake in a flag
@@ -316,6 +317,8 @@ def _reason(error: BaseException) -> str:
     flag = next((f"--{name}=" for name in given if flags.FLAGS[name].value == error.filename), "")
     path = f"{flag}{error.filename}: " if error.filename else ""
     advice = "; the same command resumes the run once this is solved" if _is_transient(error) else ""
+    if error.errno == errno.EMFILE:
+        advice = "; raise the limit of open files with `ulimit -n`"
     return f"{path}{error.strerror}{advice}"
 
 

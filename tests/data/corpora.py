@@ -1,7 +1,10 @@
 """Small corpora on disk, and comparison of batches."""
 
+import contextlib
 import io
 import json
+import os
+import resource
 import tarfile
 
 import numpy as np
@@ -11,6 +14,17 @@ from PIL import Image
 from maxlp.data.sources import make_source
 
 TEXTS = ["first\nline", "", "zweite Zeile: äöü 漢字 🎉", 'tab\tand \\ and "quotes"', "x" * 3000] * 9
+
+
+@contextlib.contextmanager
+def few_open_files():
+    """Lets this process open 40 more files; as is usual, it may raise the limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def texts_of(source):

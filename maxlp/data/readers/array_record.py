@@ -14,27 +14,30 @@ The manifest records which of them, and is written last: without it a folder is 
 """
 
 import errno
+import itertools
 import json
 import os
 from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, read_if_there
+from maxlp.data.readers import BrokenExample, locate, read_if_there
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
-from maxlp.runtime.files import is_url
+from maxlp.runtime.files import allow_open_files, is_url
 
 MANIFEST = "dataset.json"
+READ_BYTES = 2**15  # at a time
 FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # by the content of a source
 
 
 class ArrayRecord:
-    """The records of a folder, decoded as `content` and `manifest` prescribe."""
+    """The records of a folder, decoded as `content` and `manifest` prescribe.
+
+    A shard stays open once it was read from, with 8 bytes of memory per record.
+    """
 
     def __init__(self, folder: str, content: str, manifest: dict[str, Any]):
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
         self._folder, self._is_image = folder, content == "image_text"
         self._dtype = np.dtype(manifest["dtype"]) if manifest.get("kind") == "tokens" else None
         self._shards = [os.path.join(folder, each["file"]) for each in manifest["shards"]]
@@ -43,19 +46,23 @@ class ArrayRecord:
             from maxlp.data import local_cache
 
             files = local_cache.copies(files)
-        # With the range of records in its name, a shard is not opened only to be counted.
-        counts = (each["documents"] for each in manifest["shards"])
-        self._records = ArrayRecordDataSource(
-            [f"{path}[0:{count}]" for path, count in zip(files, counts, strict=True)]
-        )
+        self._files = files
+        self._ends = list(itertools.accumulate(each["documents"] for each in manifest["shards"]))
+        self._readers: list[Any] = [None] * len(files)  # of the shards that were read from
+        allow_open_files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_readers": [None] * len(self._files)}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._ends[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
-            record = self._records[row]
+            record = self._read(row)
         except RuntimeError as error:  # a wrong checksum, or a store that failed for 15 minutes
+            if os.strerror(errno.EMFILE) in str(error):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), self._folder) from error
             if is_url(self._folder) and "orrupted" not in str(error):
                 raise OSError(errno.EIO, one_line(error), self._folder) from error
             raise BrokenExample(f"it cannot be read ({one_line(error)}); prepare the data again") from None
@@ -64,6 +71,20 @@ class ArrayRecord:
         if self._dtype is None:
             return {"text": record}
         return {"tokens": np.frombuffer(record, self._dtype.newbyteorder("<")).astype(self._dtype)}
+
+    def _read(self, row: int) -> bytes:
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        number, row = locate(self._ends, row)
+        reader = self._readers[number]
+        if reader is None:
+            options = {"options": "readahead_buffer_size:0", "file_reader_buffer_size": READ_BYTES}
+            reader = ArrayRecordReader(self._files[number], **options)
+            if not reader.ok():
+                reader.close()  # raises an error that tells why it could not be opened
+            self._readers[number] = reader
+        # Not `read([row])`, as in the library's `ArrayRecordDataSource`: its time grows with the shard.
+        return reader.read(row, row + 1)[0]
 
     def where(self, row: int) -> str:
         place = f"{self._folder}: record {row}"

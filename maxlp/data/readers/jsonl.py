@@ -56,7 +56,7 @@ class JsonLines:
         path, start = self._files[number], int(self._bounds[number][line])
         if is_url(path):  # to count the lines before it would fetch them all
             return f"{path}: document {line + 1}, at byte {start}"
-        return f"{self._paths[number]}:{read_range(path, 0, start).count(NEWLINE) + 1}"
+        return f"{self._paths[number]}:{_count_newlines(path, start) + 1}"
 
     def paths(self) -> list[str]:
         return self._paths
@@ -84,6 +84,12 @@ def content_of(text_key: str, messages_key: str) -> tuple[str, str, Callable[[An
     from maxlp.data.chat import as_messages
 
     return messages_key, "messages", as_messages
+
+
+def _count_newlines(path: str, end: int) -> int:
+    """How many of the first `end` bytes of a file on disk end a line."""
+    starts = range(0, end, BLOCK_BYTES)
+    return sum(read_range(path, start, min(start + BLOCK_BYTES, end)).count(NEWLINE) for start in starts)
 
 
 def _line_bounds(path: str) -> np.ndarray:

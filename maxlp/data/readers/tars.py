@@ -3,8 +3,8 @@
 A sample is a sequence of files whose names are equal up to the first dot: `000017.jpg`, `000017.txt`,
 `000017.json`, `000017.cls`. The headers of each tar are read once to find its samples. The resulting
 index is saved beside the tar, as `NAME.tar.TYPE-SIZE-TIME.index.npy`, or kept in memory if the folder
-is not writable. It is rebuilt when the tar changes. Indices are mapped into memory, so that all
-processes of a machine share their pages (36 bytes per sample).
+is not writable (36 bytes per sample). It is rebuilt when the tar changes. Of a saved index only the
+entry of the sample is read.
 
 A tar at a URL is read once as a whole, because fetching each header by itself takes longer; its index is
 kept in the local cache. Then samples are fetched by themselves. Compressed tars have no random access: they
@@ -67,7 +67,7 @@ class Tars:
         kind, _, self._key = text.partition(":")
         self._type = kind.lower()  # as those of the files
         with ThreadPoolExecutor(INDEX_THREADS) as pool:
-            # Paths where possible, so that worker processes map the files instead of receiving copies.
+            # Paths where possible, so that worker processes read the files instead of receiving copies.
             texts = itertools.repeat(self._type)
             self._indices = list(pool.map(index_tar, self._files, texts, self._tars))
         self._ends = list(itertools.accumulate(len(_index(each)) for each in self._indices))
@@ -106,8 +106,14 @@ class Tars:
         return any(_index(each)["text"].any() for each in self._indices)
 
     def _entry(self, row: int) -> tuple[int, np.void]:
-        number, row = locate(self._ends, row)
-        return number, _index(self._indices[number])[row]
+        number, row_of_tar = locate(self._ends, row)
+        index = self._indices[number]
+        if not isinstance(index, str):
+            return number, index[row_of_tar]
+        # Mapped indices of thousands of tars would each keep a file open.
+        with open(index, "rb") as file:
+            file.seek((row - self._ends[number]) * INDEX_DTYPE.itemsize, os.SEEK_END)
+            return number, np.frombuffer(file.read(INDEX_DTYPE.itemsize), INDEX_DTYPE)[0]
 
     def _caption(self, data: bytes | None) -> str | None:
         if data is None:
@@ -296,11 +302,8 @@ def _is_index(path: str) -> bool:
 
 
 def _index(index: str | np.ndarray) -> np.ndarray:
-    return _load(index) if isinstance(index, str) else index
+    return _map(index) if isinstance(index, str) else index
 
 
 def _map(path: str) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)  # a pickle could run any code
-
-
-_load = functools.lru_cache(maxsize=2**14)(_map)

@@ -14,6 +14,8 @@ from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
 SPECIALS = ("<|begin_of_text|>", "<|end_of_text|>", "<|pad|>")
 
+PERMUTED = 2**24  # more documents than this are shuffled one by one, instead of with a list of all of them
+
 # Merges stay within one of these: a word with one preceding space or symbol, up to three digits, a
 # run of symbols, a run of white space. Otherwise this follows the patterns of Llama 3 and GPT-4,
 # except that a line break also takes the indentation after it, and a run of symbols takes both: 5 %
@@ -50,9 +52,9 @@ def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterato
             f"source {source.name!r} holds conversations, which need a tokenizer with a chat template, "
             "such as DIR/tokenizer.json?chat_template=plain; prepare text --train_tokenizer makes one"
         )
-    indices = np.random.default_rng(seed).permutation(len(source)).tolist()
-    while indices:
-        longer = []
+    indices: Iterable[int] = _shuffled(len(source), seed)
+    longer: list[int] = []
+    while True:
         for index in indices:
             if max_bytes <= 0:
                 return
@@ -62,7 +64,19 @@ def sample_texts(source: Source | Mixture, max_bytes: int, seed: int) -> Iterato
             yield piece
             if len(data) > stop:
                 longer.append(index)
-        indices, start, stop = longer, stop, 3 * stop  # tripled, so that long documents take few passes
+        if not longer:
+            return
+        indices, longer = longer, []
+        start, stop = stop, 3 * stop  # tripled, so that long documents take few passes
+
+
+def _shuffled(size: int, seed: int) -> Iterable[int]:
+    """The numbers below `size` in a random order."""
+    if size <= PERMUTED:
+        return np.random.default_rng(seed).permutation(size)
+    from maxlp.data import common  # which imports Grain
+
+    return (common.shuffled(index, size, (seed,)) for index in range(size))
 
 
 def train_bpe(

@@ -4,10 +4,20 @@ import json
 
 import pytest
 
+from maxlp.data.readers import array_record
 from maxlp.data.readers.array_record import pack_example, unpack_example
 from maxlp.data.sources import make_source, open_source, parse_spec
 from maxlp.prepare import prepare_image_text, prepare_text
-from tests.data.corpora import TEXTS, picture, write_files, write_jsonl, write_pictures
+from tests.data.corpora import (
+    TEXTS,
+    as_str,
+    few_open_files,
+    picture,
+    texts_of,
+    write_files,
+    write_jsonl,
+    write_pictures,
+)
 
 
 def open_images(folder):
@@ -115,6 +125,17 @@ def test_damaged_folders_are_refused(tmp_path):
     (tmp_path / "out" / "dataset.json").write_text("{")
     with pytest.raises(ValueError, match=r"out/dataset.json is damaged \(.*\); prepare the data again"):
         make_source(spec, "train")
+
+
+def test_more_shards_are_read_than_files_may_be_open(tmp_path, monkeypatch):
+    corpus = write_jsonl(tmp_path / "a.jsonl", 2 * TEXTS)
+    prepare_text(f"jsonl:{corpus}", str(tmp_path / "out"), shards=2 * len(TEXTS))
+    spec = f"array_record:{tmp_path}/out"
+    with few_open_files():
+        assert as_str(texts_of(make_source(spec, "all"))) == [text for text in 2 * TEXTS if text]
+    monkeypatch.setattr(array_record, "allow_open_files", lambda: None)
+    with few_open_files(), pytest.raises(OSError, match=r"Too many open files: .*out"):
+        list(make_source(spec, "all"))
 
 
 def test_counts_and_files_of_another_preparation_are_refused_at_once(tmp_path):

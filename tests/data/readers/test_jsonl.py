@@ -16,7 +16,9 @@ def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     path.write_bytes(path.read_bytes().replace(b"\n", b"\n" + b" " * 20 + b"\n"))
     monkeypatch.setattr(jsonl, "BLOCK_BYTES", 7)
-    assert texts_of(make_source(f"jsonl:{path}", "all")) == TEXTS
+    source = make_source(f"jsonl:{path}", "all")
+    assert texts_of(source) == TEXTS
+    assert source.where(len(TEXTS) - 1) == f"{path}:{2 * len(TEXTS) - 1}"
 
 
 def test_a_text_and_a_conversation_exclude_each_other(tmp_path):

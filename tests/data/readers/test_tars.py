@@ -12,7 +12,7 @@ import pytest
 
 from maxlp.data.readers import BrokenExample, tars
 from maxlp.data.sources import open_source, parse_spec
-from tests.data.corpora import write_files
+from tests.data.corpora import few_open_files, write_files
 
 
 def samples(count, folder="", seed=0):
@@ -169,11 +169,20 @@ def test_a_damaged_index_is_made_anew(tmp_path):
         pickle.dumps(Payload()),
         other.getvalue(),
     ):
-        tars._load.cache_clear()
         index.write_bytes(content)
         found = tars.Tars(str(path))
         assert [found[row] for row in range(5)] == expected and not trace.exists()
         assert index.read_bytes() == whole
+
+
+def test_more_tars_are_read_than_files_may_be_open(tmp_path):
+    for number in range(50):
+        write_files(tmp_path / f"{number:02d}.tar", samples(2, seed=number))
+    with few_open_files():
+        found = tars.Tars(str(tmp_path))
+        assert [found[2 * number + 1]["text"] for number in range(50)] == [
+            f"caption {number} 1 é" for number in range(50)
+        ]
 
 
 def test_members_never_leave_the_tar(tmp_path):

@@ -6,9 +6,10 @@ import pytest
 import tokenizers
 
 from maxlp.data.sources import make_source
-from maxlp.data.tokenizers import make_tokenizer
+from maxlp.data.tokenizers import make_tokenizer, training
 from maxlp.data.tokenizers.training import SPECIALS, sample_texts, train_bpe
 from maxlp.prepare import prepare_text
+from tests.data.corpora import write_jsonl
 from tests.data.tokenizers.texts import HOSTILE, assert_exact, stdlib_texts
 
 
@@ -92,6 +93,16 @@ def test_sample_takes_a_whole_small_corpus_once(tmp_path):
     pieces = list(sample_texts(make_source(f"text:{tmp_path}", "all"), 10**9, 0))
     assert sorted(b"".join(pieces)) == sorted(b"".join(contents))
     assert max(map(len, pieces[:4])) == 10_000
+
+
+def test_documents_that_are_too_many_for_a_list_are_shuffled_one_by_one(tmp_path, monkeypatch):
+    texts = [f"{number:05d}" * (1 if number else 3000) for number in range(1000)]
+    source = make_source(f"jsonl:{write_jsonl(tmp_path / 'a.jsonl', texts)}", "all")
+    monkeypatch.setattr(training, "PERMUTED", 999)
+    first, other = (list(sample_texts(source, 10**6, seed)) for seed in (0, 1))
+    assert sorted(first) == sorted(other)
+    assert b"".join(first) != b"".join(other) and b"".join(sorted(first)) != b"".join(first)
+    assert sum(map(len, first)) == sum(map(len, texts))
 
 
 def test_a_source_of_tokens_cannot_be_sampled(tmp_path):
