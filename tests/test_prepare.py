@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from maxlp import prepare
+from maxlp.data import shards
 from maxlp.data.sources import make_source
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
@@ -460,3 +461,17 @@ def test_a_killed_upload_leaves_nothing_that_looks_complete(corpus, bucket, cach
             assert len(documents(output)) == len([text for text in TEXTS if text])
         except ValueError as error:
             assert "holds no dataset.json" in str(error)
+
+
+def test_the_progress_of_a_billion_documents_fits_on_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    with shards.Progress(10**9) as progress:
+        progress.shown -= 1
+        progress.add(123_456_789, 4 * 10**11)
+        progress.start -= 7200
+        progress.shown -= 1
+        progress.add(1, 0)
+    first, second, last = capsys.readouterr().err.removeprefix("\r").removesuffix("\n").split("\r")
+    assert second.startswith("123,456,790 of 1,000,000,000 documents (12%), 400.0 GB, ")
+    assert len(first) == len(second) == len(last) == 59

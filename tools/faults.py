@@ -2570,12 +2570,12 @@ RUNTIME = [
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
     ),
+    *_in("runtime/messages.py", "runtime/test_messages.py", ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)")),
     *_in(
         "runtime/writers.py",
         "runtime/test_writers.py",
         ('or record["step"] <= last)', 'or record["step"] < last)'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
-        ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
         (
             "if jax.process_index() != 0:\n            return",
             "if jax.process_index() == 1:\n            return",

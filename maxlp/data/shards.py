@@ -27,7 +27,7 @@ from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, format_seconds
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8
@@ -322,10 +322,13 @@ class Progress:
         if not last and now - self.shown < (0.5 if self.terminal else 10):
             return
         self.shown, seconds = now, max(now - self.start, 1e-9)
-        left = seconds * (self.total - documents) / max(documents, 1)
+        left = format_seconds(seconds * (self.total - documents) / max(documents, 1))
+        read = f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"
         line = (
-            f"{documents:,} of {counted(self.total, 'document')} ({documents / self.total:.0%}),"
-            f" {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s, {left:,.0f} s left"
+            f"{documents:,} of {counted(self.total, 'document')} ({documents / self.total:.0%}), {read},"
+            f" {size / 1e6 / seconds:,.1f} MB/s, {left} left"
         )
-        end = "\n" if last or not self.terminal else ""
-        print(f"\r{line:<80}" if self.terminal else line, end=end, file=sys.stderr, flush=True)
+        if self.terminal:  # a line that is wrapped could not be rewritten
+            width = shutil.get_terminal_size().columns - 1
+            line = f"\r{line[:width]:<{width}}"
+        print(line, end="\n" if last or not self.terminal else "", file=sys.stderr, flush=True)

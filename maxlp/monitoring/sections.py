@@ -18,8 +18,7 @@ from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spike_records import suspect
 from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
-from maxlp.runtime.messages import counted, rounded
-from maxlp.runtime.writers import format_seconds
+from maxlp.runtime.messages import counted, format_seconds, rounded
 
 MAX_WIDTH = 108
 MAX_ENTRIES = 10  # of a list, such as that of the spikes

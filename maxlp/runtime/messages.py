@@ -9,3 +9,12 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 def rounded(value: float, digits: int) -> str:
     """A number with this many significant digits and no exponent: `0.074`, `240`, `12,000`."""
     return f"{float(f'{value:.{digits}g}'):,.12g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats hours, minutes and seconds as in 1:02:03 or 2:03, and from 100 hours on days as in 4d04h."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d{hours % 24:02}h"
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

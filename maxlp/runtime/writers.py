@@ -19,6 +19,7 @@ import numpy as np
 from absl import logging
 
 from maxlp.runtime import files
+from maxlp.runtime.messages import format_seconds
 
 MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
 NO_BREAK_SPACE = "\u00a0"
@@ -250,15 +251,6 @@ def _format_progress(record: Mapping[str, Any]) -> Iterator[str]:
         if name not in record or (name == "perf/data_wait" and record[name] < MIN_DATA_WAIT):
             continue
         yield template.format(FORMATS.get(name, float)(record[name]))
-
-
-def format_seconds(seconds: float) -> str:
-    """Formats hours, minutes and seconds as in 1:02:03 or 2:03, and from 100 hours on days as in 4d04h."""
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    if hours >= 100:
-        return f"{hours // 24}d{hours % 24:02}h"
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
 
 
 def format_count(value: float) -> str:

@@ -1,4 +1,4 @@
-from maxlp.runtime.messages import counted, rounded
+from maxlp.runtime.messages import counted, format_seconds, rounded
 
 
 def test_counted_nouns():
@@ -9,3 +9,8 @@ def test_counted_nouns():
 def test_rounded_numbers_have_no_exponent():
     numbers = 0.000271, 0.15, 8.26, 243.7, 9_960, 70_553
     assert [rounded(n, 2) for n in numbers] == ["0.00027", "0.15", "8.3", "240", "10,000", "71,000"]
+
+
+def test_format_seconds():
+    formatted = [format_seconds(s) for s in (0, 59.6, 3599, 90000, 100 * 3600)]
+    assert formatted == ["0:00", "1:00", "59:59", "25:00:00", "4d04h"]

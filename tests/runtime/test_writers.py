@@ -239,11 +239,6 @@ def test_a_narrow_terminal_shows_what_fits(monkeypatch):
     assert read() == ["step 10/20  eval/loss 1", "step 11/20 eta 1:02:03", ""]
 
 
-def test_format_seconds():
-    formatted = [writers.format_seconds(s) for s in (0, 59.6, 3599, 90000, 100 * 3600)]
-    assert formatted == ["0:00", "1:00", "59:59", "25:00:00", "4d04h"]
-
-
 def test_format_count():
     numbers = (0.0123, 7, 999.4, 999.6, 7144, 999_999, 1.5e9, 2e13)
     shown = ["0.0123", "7", "999", "1k", "7.14k", "1M", "1.5G", "2e+04G"]

@@ -1,7 +1,9 @@
 """JSON Lines: one JSON object per line, one document per object."""
 
+import functools
 import itertools
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -93,11 +95,19 @@ def _count_newlines(path: str, end: int) -> int:
 
 
 def _line_bounds(path: str) -> np.ndarray:
-    """As `_scan_lines`; for a URL the result is kept in the local cache, because the whole file is read."""
+    """As `_scan_lines`, which reads the whole file. The result is kept: for a URL in the local cache, else in
+    memory, where the other split finds it.
+    """
     if is_url(path):
         from maxlp.data import local_cache
 
         return np.load(local_cache.array(path, "documents", _scan_lines), allow_pickle=False)
+    found = os.stat(path)
+    return _bounds_of_version(path, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2**16)
+def _bounds_of_version(path: str, size: int, time: int) -> np.ndarray:
     return _scan_lines(path)
 
 

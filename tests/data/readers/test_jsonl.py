@@ -21,6 +21,17 @@ def test_lines_are_found_across_blocks(tmp_path, monkeypatch):
     assert source.where(len(TEXTS) - 1) == f"{path}:{2 * len(TEXTS) - 1}"
 
 
+def test_a_file_is_scanned_once_unless_it_changes(tmp_path, monkeypatch):
+    path, scan = write_jsonl(tmp_path / "a.jsonl", TEXTS), jsonl._scan_lines
+    scanned = []
+    monkeypatch.setattr(jsonl, "_scan_lines", lambda path: scanned.append(path) or scan(path))
+    for split in ("train", "validation"):
+        make_source(f"jsonl:{path}?validation=0.5", split)
+    assert scanned == [str(path)]
+    write_jsonl(path, TEXTS[:20])
+    assert len(make_source(f"jsonl:{path}", "all")) == 20 and len(scanned) == 2
+
+
 def test_a_text_and_a_conversation_exclude_each_other(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     spec = f"jsonl:{path}?text_key=a&messages_key=b"
