@@ -2570,7 +2570,11 @@ RUNTIME = [
         ("max(values) / 2**30", "min(values) / 2**30"),
         ("max(values) / 2**30", "max(values) / 1e9"),
     ),
-    *_in("runtime/messages.py", "runtime/test_messages.py", ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)")),
+    *_in(
+        "runtime/messages.py",
+        "runtime/test_messages.py",
+        ("divmod(round(seconds), 60)", "divmod(int(seconds), 60)"),
+    ),
     *_in(
         "runtime/writers.py",
         "runtime/test_writers.py",

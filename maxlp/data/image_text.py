@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -438,7 +439,7 @@ class _Chunks:
 
     def __len__(self) -> int:
         epochs = (self._dataset.config.num_epochs or 2**31) if self._dataset.is_train else 1
-        return epochs * self._dataset.steps_per_epoch * self._chunks_per_step
+        return min(epochs * self._dataset.steps_per_epoch * self._chunks_per_step, sys.maxsize)
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         data = self._dataset

@@ -1,5 +1,6 @@
 """Order, resuming, independence of processes and workers, broken examples, and texts."""
 
+import dataclasses
 import itertools
 import json
 import types
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxlp.data import image_text, merge_states
+from maxlp.data.images import Example
 from tests.data.corpora import assert_same_batches, picture, write_files, write_pictures
 
 SMALL = dict(source="glyphs", tokenizer="bytes", text_len=16, image_size=8, batch_size=8, num_threads=2)
@@ -70,6 +72,20 @@ def test_resume_is_exact(whole, step):
     assert_same_batches(list(itertools.islice(other, 3)), whole[step : step + 3])
     assert other.get_state()["step"] == step + 3
     other.close()
+
+
+def test_billions_of_examples_in_batches_of_a_prime_number():
+    class Many:
+        def __len__(self):
+            return 5 * 10**9
+
+        def example(self, index, rng):
+            assert 0 <= index < len(self)
+            return Example(np.zeros((8, 8, 3), np.uint8), str(index), -1)
+
+    data = dataclasses.replace(make(batch_size=37), examples=Many())
+    (batch,) = take(data, 1)
+    assert len(set(map(bytes, batch["text"]))) == 37
 
 
 @pytest.mark.parametrize("count", [2, 4])

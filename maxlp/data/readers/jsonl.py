@@ -95,8 +95,8 @@ def _count_newlines(path: str, end: int) -> int:
 
 
 def _line_bounds(path: str) -> np.ndarray:
-    """As `_scan_lines`, which reads the whole file. The result is kept: for a URL in the local cache, else in
-    memory, where the other split finds it.
+    """As `_scan_lines`, which reads the whole file. The result is kept: for a URL in the local cache,
+    else in memory, where another split of the same process finds it.
     """
     if is_url(path):
         from maxlp.data import local_cache
