@@ -5,6 +5,7 @@ from typing import Any
 from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
+from maxlp.runtime.files import allow_open_files
 
 TEXT_KEYS = {"text_key": "text"}
 IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}
@@ -21,6 +22,7 @@ class TfdsExamples:
             an empty text key, images have labels only.
         """
         tfds = import_extra("tensorflow_datasets")
+        allow_open_files()  # its library keeps every shard open that was read from
         self._name, self._keys = name, keys
         image_key = keys.get("image_key")
         decoders = {image_key: tfds.decode.SkipDecoding()} if image_key else None
