@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import secrets
 import shutil
 import sys
@@ -12,8 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
-
-OPEN_FILES = 2**16
 
 
 def is_url(path: str) -> bool:
@@ -64,18 +61,6 @@ def cache_folder() -> Path:
         raise ValueError(
             "there is no folder for caches: the user has no home directory; set HOME or XDG_CACHE_HOME"
         ) from None
-
-
-def allow_open_files() -> None:
-    """Lets this process open as many files as its hard limit allows, up to `OPEN_FILES`.
-
-    Data of thousands of shards keeps as many files open, and the soft limit (`ulimit -n`) is often 1,024.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def mirrored(path: Path) -> Any:

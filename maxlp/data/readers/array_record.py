@@ -24,7 +24,8 @@ import numpy as np
 from maxlp.data.readers import BrokenExample, locate, read_if_there
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
-from maxlp.runtime.files import allow_open_files, is_url
+from maxlp.runtime.files import is_url
+from maxlp.runtime.open_files import allow_open_files
 
 MANIFEST = "dataset.json"
 READ_BYTES = 2**15  # at a time

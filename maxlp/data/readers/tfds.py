@@ -5,7 +5,7 @@ from typing import Any
 from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
-from maxlp.runtime.files import allow_open_files
+from maxlp.runtime.open_files import allow_open_files
 
 TEXT_KEYS = {"text_key": "text"}
 IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}
