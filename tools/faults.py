@@ -1762,7 +1762,7 @@ CLIP = [
         "families/weights.py",
         "families/clip/test_weights.py",
         ("conv_OIpp.transpose(2, 3, 1, 0)", "conv_OIpp.transpose(1, 2, 3, 0)"),
-        ("np.split(tensor, 3)[place.third]", "np.split(tensor, 3, axis=-1)[place.third]"),
+        ("np.split(value, 3, axis=-1)[place.third]", "np.split(value, 3)[place.third]"),
         ('TRANSPOSED if leaf == "kernel" else SAME', "SAME"),
         ("np.array_equal(tensors[name], tensors[other])", "True", "families/llama/test_hf.py"),
         ("ROW = Transform(lambda x: x[0]", "ROW = Transform(lambda x: x[-1:]"),

@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
     Attributes:
       name: of the tensor; "{}" is the number of the layer.
-      third: which third of the tensor's rows the parameter is; None for all rows.
+      third: which third of the transformed tensor's last dim the parameter is; None for all of it.
     """
 
     name: str
@@ -351,8 +351,9 @@ def _matched(
 def _part(tensor: Array, place: Place, name: str, path: str, shape: tuple[int, ...]) -> Array:
     """A tensor as (a layer of) the parameter at this path."""
     try:
-        rows = tensor if place.third is None else np.split(tensor, 3)[place.third]
-        value = place.transform.to_maxlp(rows)
+        value = place.transform.to_maxlp(tensor)
+        if place.third is not None:
+            value = np.split(value, 3, axis=-1)[place.third]
     except (ValueError, IndexError):  # the tensor has another rank
         value = None
     if value is None or value.shape != shape:
@@ -392,13 +393,17 @@ def to_other(params: Mapping[str, Any], layout: Layout) -> dict[str, Array]:
       ValueError: a parameter for which the layout has no name, or one that is not finite.
     """
     tensors: dict[str, Any] = {}
+    in_thirds: dict[str, Transform] = {}
     for path, leaf in flatten_mapping(params, sep="/").items():
         place = layout.place(path)
         for index, name in layout.parts(path, leaf.shape):
-            value = place.transform.to_other(np.asarray(leaf)[index])
+            value = np.asarray(leaf)[index]
             _check_finite(value, name)
             if place.third is None:
-                tensors[name] = value
+                tensors[name] = place.transform.to_other(value)
             else:
                 tensors.setdefault(name, [None] * 3)[place.third] = value
-    return {name: np.concatenate(t) if isinstance(t, list) else t for name, t in tensors.items()}
+                in_thirds[name] = place.transform
+    for name, transform in in_thirds.items():
+        tensors[name] = transform.to_other(np.concatenate(tensors[name], axis=-1))
+    return tensors

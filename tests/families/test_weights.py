@@ -4,6 +4,7 @@ import tracemalloc
 
 import jax
 import numpy as np
+import pytest
 
 from maxlp.families import weights
 from maxlp.runtime.safetensors import Tensors, write_tensors
@@ -40,3 +41,20 @@ def test_importing_to_devices_holds_one_parameter_on_the_host(tmp_path):
     finally:
         tracemalloc.stop()
     assert set(jax.tree.leaves(sums)) == {kernel_LDF.size}
+
+
+@pytest.mark.parametrize("transform", [weights.TRANSPOSED, weights.SAME], ids=["(out, in)", "(in, out)"])
+def test_one_tensor_holds_the_outputs_of_three_kernels(transform):
+    """PyTorch's MultiheadAttention has (3 out, in), the Conv1D of GPT-2 has (in, 3 out)."""
+    layout = weights.Layout(
+        modules={},
+        leaves={f"layers/{p}/kernel": weights.Place("{}.qkv", transform, i) for i, p in enumerate("qkv")},
+    )
+    rng = np.random.default_rng(0)
+    params = {"layers": {p: {"kernel": rng.standard_normal((2, 6, 4), np.float32)} for p in "qkv"}}
+    tensors = weights.to_other(params, layout)
+    for layer in range(2):
+        joint = np.concatenate([params["layers"][p]["kernel"][layer] for p in "qkv"], axis=1)
+        np.testing.assert_array_equal(tensors[f"{layer}.qkv"], transform.to_other(joint), strict=True)
+    back = weights.to_maxlp(tensors, params, layout)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
