@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maxlp import convert
 from maxlp.data import sources
+from maxlp.families import FAMILIES, weights
 from maxlp.families.clip.presets import CLIP_SIZES
 from maxlp.families.llama.presets import llama
 from maxlp.run import settings
@@ -56,12 +58,18 @@ def test_tables_that_take_an_entry_exist():
 
 def test_lists_of_configs_are_complete():
     folders = re.findall(r"`configs/(\w+)/` holds (.*?)(?:;|\. \[)", README, re.DOTALL)
-    assert [family for family, _ in folders] == ["llama", "qwen3", "clip"]
+    assert [family for family, _ in folders] == list(FAMILIES)
     for family, listed in folders:
         names = {name for group in re.findall(r"`([\w. ]+)`", listed) for name in group.split()}
         assert names == {p.name.removesuffix(".py") for p in (ROOT / "configs" / family).glob("*.py")} - {
             "__init__"
         }
+
+
+def test_the_help_of_convert_lists_the_formats():
+    _, _, rows, _ = re.split(r"^=+ =+ =+\n", convert.__doc__, flags=re.MULTILINE)
+    listed = re.findall(r"^\w+", rows, re.MULTILINE)
+    assert listed == [name for family in FAMILIES for name in weights.formats(family)]
 
 
 def test_sections_and_their_classes_are_those_of_the_code():
