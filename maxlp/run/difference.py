@@ -22,6 +22,7 @@ the largest magnitude, which shows a few wrong elements among many.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        return self.value / self.bound
+        return self.value / self.bound if math.isfinite(self.bound) else 0.0  # not NaN if both are infinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
