@@ -13,7 +13,8 @@ For each input, kernel and output gradient, in the format of the first matmul th
 * ``saturated``: the fraction of elements that saturate. More than a few in a million means that the history
   is too short, or that the tensor grows: a channel aligns, the learning rate is too high.
 * ``underflow``: the fraction of nonzero elements that become zero. A few per cent are usual (for E5M2
-  fewer); much more means that outliers set the scale.
+  fewer); much more means that outliers set the scale. If ``amax`` is also far below ``scale`` times the
+  format's largest number, the tensor has shrunk in ``age`` steps and the history is too long.
 
 And for each SwiGLU, from its kernels alone: ``corr``, the correlation of a channel's gate and up
 weights, and ``norm``, the product of their norms. A channel in which both are large makes the gated
@@ -323,7 +324,12 @@ def _worst(stats: _OfLayers, name: str) -> str:
     layer = max(stats[name], key=lambda i: stats[name][i])
     share = stats[name][layer]
     where = _layer(layer) if share else ""
-    return f"{name} {share:.2%}{where}"
+    return f"{name} {percent(share)}{where}"
+
+
+def percent(share: float) -> str:
+    """A share with two decimals, or with an exponent where these would hide it: `12.34%`, `3.1e-04%`."""
+    return f"{share:.2%}" if share == 0 or share >= 5e-5 else f"{100 * share:.1e}%"
 
 
 def _layer(layer: str) -> str:

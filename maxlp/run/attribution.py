@@ -25,6 +25,7 @@ from maxlp.core.train_step import loss_scale_of
 from maxlp.nn.stack import find_stacks
 from maxlp.parallel import sharding
 from maxlp.precision import switches
+from maxlp.precision.health import percent
 from maxlp.precision.recipes import GEMMS
 from maxlp.precision.replace import replace_quant_dots
 from maxlp.run.reopen import batch_of, reopened
@@ -289,7 +290,7 @@ def table(found: Attribution, top: int) -> Iterator[str]:
             yield str(site)
             yield (
                 f"{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
-                f"{e.matmul:>10.1e}{e.saturated:>10.2%}{e.underflow:>10.2%}{e.loss_off:>+10.1e}"
+                f"{e.matmul:>10.1e}{percent(e.saturated):>10}{percent(e.underflow):>10}{e.loss_off:>+10.1e}"
                 f"{e.error_off:>+10.1e}"
             )
     yield f"all {len(found.effects):,} together"

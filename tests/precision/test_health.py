@@ -158,6 +158,11 @@ def test_saturation_of_each_tensor_in_the_model_is_located(llama):
         assert f"saturated {worst[0]:.2%} (layer 1)" in text
 
 
+def test_a_share_of_a_few_in_a_million_is_not_shown_as_none():
+    shown = [health.percent(share) for share in (0.0, 3e-6, 4.9e-5, 5e-5, 0.1234, 1.0)]
+    assert shown == ["0.00%", "3.0e-04%", "4.9e-03%", "0.01%", "12.34%", "100.00%"]
+
+
 def test_shards_and_microbatches_measure_the_same_tensors():
     """In a network without rounding, ranges and scales are equal; shares are the worst microbatch's."""
     state = with_full_histories(exact_trainer().init(), input=2.0, kernel=0.5, output_grad=0.5)
