@@ -5,7 +5,7 @@
 
 The first command prints a summary and draws the curves in `loss.png`; the run
 may be in progress, interrupted or finished. With --spike, the steps before that
-step are run again to show which tensor diverged first.
+step are run again to show which tensor diverged first, and on which data.
 """
 
 from absl import flags, logging

@@ -1,4 +1,4 @@
-"""Runs the steps before a loss spike again and reports which tensor diverged first.
+"""Runs the steps before a loss spike again and reports which tensor diverged first, and on which data.
 
     python -m maxlp.report DIR --spike=2300 --precision=float32
 
@@ -9,6 +9,7 @@ repeats the losses of the run. If the spike does not recur in float32, low preci
 """
 
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,9 @@ import jax
 import numpy as np
 
 from maxlp.core.train_state import State
+from maxlp.data.tokenizers import make_tokenizer
 from maxlp.monitoring import statistics
+from maxlp.monitoring.batch_statistics import batch_lines, batch_statistics, text_lines
 from maxlp.monitoring.spike_records import Crossing, first_to_cross
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.parallel.batches import device_batches
@@ -26,6 +29,8 @@ from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import late_phase, run_dir
 from maxlp.run.reopen import opened
 from maxlp.run.settings import Settings, read
+from maxlp.run.tokenizer import saved_tokenizer
+from maxlp.runtime.files import shown
 from maxlp.runtime.messages import counted
 
 PRECISIONS = {"recipe": None, "bf16": "bfloat16", "float32": "float32"}  # name: dtype of all matmuls
@@ -62,10 +67,17 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe") -> Finding
         train_step = at.run.jit_step(at.graphdef, at.abstract)
         print(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))
-        records = list(replay_steps(train_step, at.state, ahead, at.start + 1))
+        records, held, data = [], [], {}
+        for record in replay_steps(train_step, at.state, ahead, at.start + 1):
+            data = record.pop("batch")
+            held.append(batch_statistics(data))
+            records.append(record)
     finding = examine(records, s.spikes)
-    for line in finding_lines(finding, spike_step, s.spikes):
-        print(line)
+    print("\n".join(finding_lines(finding, spike_step, s.spikes)))
+    if records:
+        tokenizer = make_tokenizer(saved_tokenizer(s.data.tokenizer, workdir))
+        lines = itertools.chain(batch_lines([*finding.losses], held), text_lines(data, tokenizer.decode))
+        print(shown("\n".join(lines)))
     return finding
 
 
@@ -118,15 +130,16 @@ def replay_steps(
     """Trains on the batches and prints a line for each step, the first of which has the number `first`.
 
     Yields:
-      {"step": int, "loss": float, "rms": numbers by tensor, "grad_norms": numbers by tensor}; "rms" is
-      absent if the optimizer does not define it.
+      {"step": int, "loss": float, "rms": numbers by tensor, "grad_norms": numbers by tensor, "batch":
+      arrays by name}; "rms" is absent if the optimizer does not define it.
     """
     for n, batch in enumerate(batches, first):
+        data = jax.device_get(batch)
         state, metrics = train_step(state, batch)
         metrics = jax.device_get(metrics)
         record = {"step": n, "loss": float(metrics["loss"]), **statistics.of_tensors(metrics)}
         print(step_line(record))
-        yield record
+        yield record | {"batch": data}
 
 
 def step_line(record: dict[str, Any]) -> str:
@@ -176,16 +189,26 @@ def first_to_stand_out(records: list[dict[str, Any]], config: SpikeConfig) -> Cr
 
 
 def finding_lines(finding: Finding, spike_step: int, config: SpikeConfig) -> Iterator[str]:
-    """Which tensor of which layer diverged first, by RMS_t and by gradient norm."""
-    rms_rule = f"above {config.rms_threshold:g}"
-    norm_rule = f"{config.threshold:g} σ above its preceding mean"
-    for name, first, rule, form in (
-        ("RMS_t", finding.by_rms, rms_rule, "RMS_t {:.3g}"),
-        ("gradient norm", finding.by_grad_norm, norm_rule, "{:.3g} σ"),
+    """Which tensor of which layer diverged first, by RMS_t and by gradient norm, in at most 80 columns."""
+    num_before = len(finding.losses) - 1
+    no_rms = f"no tensor was above {config.rms_threshold:g} in the {config.lead} steps before the spike"
+    no_norm = (
+        f"no tensor was {config.threshold:g} σ above its preceding mean in the {config.lead} steps before "
+        "the spike"
+    )
+    if num_before < config.min_history:
+        no_norm = (
+            f"unknown, because a mean takes spikes.min_history={config.min_history} steps and the replay "
+            f"has {counted(num_before, 'step')} before the spike"
+        )
+    for name, first, none, form in (
+        ("RMS_t", finding.by_rms, no_rms, "RMS_t {:.3g}"),
+        ("gradient norm", finding.by_grad_norm, no_norm, "{:.3g} σ"),
     ):
-        if first is None:
-            yield f"first by {name}: no tensor was {rule} in the {config.lead} steps before the spike"
-        else:
-            when = f"step {first.step}, {spike_step - first.step} before the spike"
+        text = none
+        if first is not None:
+            ahead = spike_step - first.step
+            when = f"{ahead} before the spike" if ahead else "that of the spike"
             value = form.format(first.value) if np.isfinite(first.value) else "not finite"
-            yield f"first by {name}: {first.tensor} at {when} ({value})"
+            text = f"{first.tensor} at step {first.step}, {when} ({value})"
+        yield textwrap.fill(f"first by {name}: {text}", 80, subsequent_indent="  ", break_on_hyphens=False)

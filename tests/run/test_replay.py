@@ -42,7 +42,8 @@ def test_gradients_that_are_not_finite_stand_out_however_short_the_replay():
     first = replay.first_to_stand_out(steps, SpikeConfig())
     assert first == Crossing("b and 1 other", 3, math.inf)
     lines = [*replay.finding_lines(replay.Finding({}, by_rms=None, by_grad_norm=first), 3, SpikeConfig())]
-    assert lines[1] == "first by gradient norm: b and 1 other at step 3, 0 before the spike (not finite)"
+    expected = "first by gradient norm: b and 1 other at step 3, that of the spike (not finite)"
+    assert lines[1] == expected
 
 
 def test_only_the_last_steps_are_examined():
@@ -56,11 +57,25 @@ def test_only_the_last_steps_are_examined():
 
 
 def test_the_lines_of_a_finding():
-    finding = replay.Finding({}, by_rms=None, by_grad_norm=Crossing("a", 36, 12.34))
+    losses = {step: 1.0 for step in range(20, 40)}
+    finding = replay.Finding(losses, by_rms=None, by_grad_norm=Crossing("a", 36, 12.34))
     assert list(replay.finding_lines(finding, 39, SpikeConfig())) == [
         "first by RMS_t: no tensor was above 1.8 in the 8 steps before the spike",
         "first by gradient norm: a at step 36, 3 before the spike (12.3 σ)",
     ]
+    name = "text/layers/mlp/down_proj/kernel/11"
+    finding = replay.Finding(losses, by_rms=Crossing(name, 30, 2.0), by_grad_norm=None)
+    rows = "\n".join(replay.finding_lines(finding, 39, SpikeConfig()))
+    assert name in rows and "above its preceding mean" in rows and max(map(len, rows.splitlines())) <= 80
+
+
+def test_a_replay_too_short_for_a_mean_does_not_say_that_no_gradient_stood_out():
+    finding = replay.Finding({step: 1.0 for step in range(30, 40)}, by_rms=None, by_grad_norm=None)
+    [_, line] = replay.finding_lines(finding, 39, SpikeConfig())
+    assert line.replace("\n ", "") == (
+        "first by gradient norm: unknown, because a mean takes spikes.min_history=16 steps and the replay "
+        "has 9 steps before the spike"
+    )
 
 
 def test_the_checkpoint_to_start_from(tmp_path, monkeypatch):
@@ -255,8 +270,9 @@ def test_a_replay_repeats_the_run_and_runs_in_another_precision(tmp_path):
     def replayed(*options):
         lines = command("report", str(tmp_path), "--spike=13", *options).splitlines()
         assert lines[0].startswith("replaying steps 11 to 13") and lines[2].startswith("  RMS_t ")
-        assert lines[-2].startswith("first by RMS_t: ") and lines[-1].startswith("first by gradient norm: ")
-        assert max(map(len, lines[:-2])) <= 80
+        begins = ["first by RMS_t: ", "first by gradient norm: ", "the batch of step 13 ", "  row 0: '"]
+        assert all(any(line.startswith(begin) for line in lines) for begin in begins)
+        assert max(map(len, lines)) <= 80
         return [float(line.split()[3]) for line in lines if line.startswith("step ")]
 
     same, exact = replayed(), replayed("--precision=float32")
