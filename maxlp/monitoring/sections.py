@@ -6,6 +6,7 @@ A new section is one function from a `Run` to its lines (an empty list omits the
 
 import datetime
 import math
+import shlex
 import shutil
 import textwrap
 import time
@@ -231,7 +232,7 @@ def _mfu_lines(run: Run) -> Lines:
 
 
 def spike_lines(run: Run) -> Lines:
-    """The spikes of the run, with the tensors behind them, and the rollbacks."""
+    """The spikes of the run, with the first tensors to stand out, the rollbacks, and how to see more."""
     spikes = run.spikes
     tensors = {record["step"]: _first_tensor(record) for record in run.spike_records}
     lines = [(f"step {s.step:,}", _spike_text(s) + tensors.get(s.step, "")) for s in spikes[:MAX_ENTRIES]]
@@ -242,6 +243,9 @@ def spike_lines(run: Run) -> Lines:
         begin, end = entry["batches"]
         steps = f"from step {entry['spike']['step']:,} to step {entry['to']:,}"
         lines.append(("rolled back", f"{steps}, skipping batches {begin + 1:,} to {end:,}"))
+    if run.spike_records:  # each has kept its checkpoint
+        command = f"python -m maxlp.report {shlex.quote(str(run.workdir))}"
+        lines.append(("replay", f"{command} --spike={run.spike_records[-1]['step']}"))
     return lines
 
 

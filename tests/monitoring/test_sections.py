@@ -270,6 +270,7 @@ def test_recorded_spikes_and_rollbacks(tmp_path):
         "step 210": "loss 3.0000, 5.0 σ above the preceding mean 2.0000; "
         "first tensor layers/mlp/up_proj/kernel/3, RMS_t 4.20, 4 steps earlier",
         "rolled back": "from step 210 to step 100, skipping batches 101 to 300",
+        "replay": f"python -m maxlp.report {tmp_path} --spike=210",
     }
 
 
@@ -282,7 +283,7 @@ def test_a_damaged_record_of_a_spike_is_named_and_the_others_are_shown(tmp_path,
     write_spike(tmp_path, 7)
     named = []
     monkeypatch.setattr(logging, "warning", lambda *words: named.append(words[0] % words[1:]))
-    assert list(shown(tmp_path)["Spikes"]) == ["step 7"]
+    assert list(shown(tmp_path)["Spikes"]) == ["step 7", "replay"]
     assert ["spikes/5.json is damaged (" in named[0], "spikes/6.json is damaged (no" in named[1]] == [
         True
     ] * 2
