@@ -38,12 +38,15 @@ def batch_statistics(batch: Mapping[str, np.ndarray]) -> dict[str, float]:
     return found
 
 
-def batch_lines(steps: Sequence[int], found: Sequence[Mapping[str, float]]) -> Iterator[str]:
+def batch_lines(
+    steps: Sequence[int], found: Sequence[Mapping[str, float]], min_history: int
+) -> Iterator[str]:
     """The statistics of the last step's batch beside their ranges in the steps before it, in 80 columns.
 
     Args:
       steps: the numbers of the steps, rising; at least one.
       found: `batch_statistics` of each.
+      min_history: number of steps before the last one that it takes to call a number higher or lower.
     """
     *before, last = found
     title = f"steps {steps[0]} to {steps[-2]}" if before else ""
@@ -53,7 +56,7 @@ def batch_lines(steps: Sequence[int], found: Sequence[Mapping[str, float]]) -> I
         if before:
             least, most = (of([one[name] for one in before]) for of in (min, max))
             reference = f"{rounded(least, 3)} to {rounded(most, 3)}"
-            if not least <= value <= most:
+            if len(before) >= min_history and not least <= value <= most:
                 beyond = "lower" if value < least else "higher"
         yield f"  {name:<45}{rounded(value, 3):>8}{reference:>17}{beyond:>8}".rstrip()
 

@@ -76,8 +76,9 @@ def replay(workdir: Path, spike_step: int, precision: str = "recipe") -> Finding
     print("\n".join(finding_lines(finding, spike_step, s.spikes)))
     if records:
         tokenizer = make_tokenizer(saved_tokenizer(s.data.tokenizer, workdir))
-        lines = itertools.chain(batch_lines([*finding.losses], held), text_lines(data, tokenizer.decode))
-        print(shown("\n".join(lines)))
+        table = batch_lines([*finding.losses], held, s.spikes.min_history)
+        texts = text_lines(data, tokenizer.decode)
+        print(shown("\n".join(itertools.chain(table, texts))))
     return finding
 
 
