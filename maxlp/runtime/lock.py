@@ -184,7 +184,7 @@ def _open(path: Path) -> tuple[int, bool | None]:
       Its descriptor, and whether the kernel granted the lock; None where the file system has no locks.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files of a run
         locked: bool | None = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -86,6 +86,18 @@ def test_a_second_process_is_refused_until_the_first_ends_however_it_ends(tmp_pa
     taken(workdir)
 
 
+def test_the_lock_has_the_permissions_of_other_files(tmp_path):
+    """Users who share a workdir as a group can take the lock of a member who was killed."""
+    before = os.umask(0o002)
+    try:
+        (tmp_path / "file").touch()
+        with WorkdirLock(tmp_path) as held:
+            held.acquire()
+            assert (tmp_path / "lock").stat().st_mode == (tmp_path / "file").stat().st_mode
+    finally:
+        os.umask(before)
+
+
 def test_what_a_killed_holder_left_half_written_is_removed(tmp_path):
     (tmp_path / "spikes").mkdir()
     for path in (tmp_path / ".run.json.0123abcd.tmp", tmp_path / "spikes" / ".7.json.0123abcd.tmp"):
