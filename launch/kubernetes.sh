@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on Kubernetes as a JobSet, on TPU slices (GKE) or on hosts with GPUs.
 #
-#   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=/mnt/shared/run
+#   launch/kubernetes.sh tpu NAME --image=IMAGE --type=v5p --topology=4x4x8 [--slices=2] -- --config=... --workdir=gs://bucket/run
 #   launch/kubernetes.sh gpu NAME --image=IMAGE --hosts=4 [--gpus=8] -- --config=... --workdir=/data/run
 #   kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=NAME,batch.kubernetes.io/job-completion-index=0
 #   kubectl delete jobset NAME                               all processes save and exit
@@ -35,6 +35,16 @@ while (($#)) && [[ $1 != -- ]]; do
 done
 if [[ -z $image ]] || (($# < 2)); then die "--image=IMAGE and -- --config=... --workdir=... are needed"; fi
 shift
+manifest=launch/jobset_$kind.yaml
+advice="pods lose their own files when they restart; use gs:// or s3://"
+if [[ $kind == gpu ]]; then advice+=", or a folder in /data"; fi
+for arg; do
+  if [[ $arg != --workdir=* || $arg == --workdir=*://* ]]; then continue; fi
+  while read -r folder; do
+    if [[ ${arg#*=} == "$folder"/* ]]; then continue 2; fi
+  done < <(sed -n 's/.*mountPath: *\([^ ,}]*\).*/\1/p' "$manifest")
+  die "$arg is on no volume of $manifest: $advice"
+done
 
 # shellcheck disable=SC2034
 if [[ $kind == tpu ]]; then
@@ -62,7 +72,7 @@ for arg; do
   args+="${args:+, }\"${arg//\"/\\\"}\""
 done
 
-manifest=$(<"launch/jobset_$kind.yaml")
+manifest=$(<"$manifest")
 for variable in name image accelerator topology slices hosts per_host gpus restarts volume flags args; do
   manifest=${manifest//"\${$variable}"/"${!variable}"}
 done

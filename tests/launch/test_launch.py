@@ -627,7 +627,13 @@ def manifest(*arguments):
     assert "${" not in re.sub("(?m)#.*", "", text).replace("$${", "")
     jobset = yaml.safe_load(text)
     [job] = jobset["spec"]["replicatedJobs"]
+    [ends] = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    patterns = [rule["onJobFailureMessagePatterns"][0] for rule in jobset["spec"]["failurePolicy"]["rules"]]
+    for code, rules in {1: [False, False], 2: [True, False], 75: [False, True], 143: [False, True]}.items():
+        assert [bool(re.match(pattern, f"exit code {code} x")) for pattern in patterns] == rules
+        assert (code in ends["onExitCodes"]["values"]) == any(rules)
     pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["shareProcessNamespace"]  # process 1 would miss a SIGTERM that comes early
     return jobset, job, pod, pod["containers"][0]
 
 
@@ -678,7 +684,7 @@ def test_gpu_jobset():
     "kind", [["gpu", "run", "--hosts=1"], ["tpu", "run", "--type=v4", "--topology=2x2x1"]]
 )
 def test_a_jobset_without_the_compiler_flags_that_it_was_given_is_refused(kind):
-    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=b"]
+    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=gs://b"]
     assert "/nowhere.txt cannot be read" in run(
         "kubernetes.sh", *kind, "--xla_flags=/nowhere.txt", *end, code=2
     )
@@ -697,8 +703,19 @@ def test_a_jobset_without_the_compiler_flags_that_it_was_given_is_refused(kind):
     ],
 )
 def test_a_jobset_that_could_not_be_what_was_asked_for_is_refused(arguments, message):
-    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=b"]
+    end = ["--image=i", "--dry_run", "--", "--config=a", "--workdir=gs://b"]
     assert message in run("kubernetes.sh", *arguments, *end, code=2)
+
+
+def test_a_workdir_that_a_restarted_pod_would_not_find_is_refused():
+    tpu, gpu = ["tpu", "run", "--type=v4", "--topology=2x2x1"], ["gpu", "run", "--hosts=1"]
+    end = ["--image=i", "--dry_run", "--", "--config=a"]
+    for kind, workdir in [(tpu, "/data/run"), (gpu, "/tmp/run"), (gpu, "/database/run"), (gpu, "run")]:
+        out = run("kubernetes.sh", *kind, *end, f"--workdir={workdir}", code=2)
+        assert f"--workdir={workdir} is on no volume of launch/jobset_{kind[0]}.yaml" in out
+        assert ("use gs:// or s3://, or a folder in /data; see" in out) == (kind is gpu)
+    for workdir in ("/data/a run", "s3://b/run"):
+        run("kubernetes.sh", *gpu, *end, f"--workdir={workdir}")
 
 
 def test_flags_of_any_file_reach_the_hosts_of_a_tpu_pod(tmp_path):
