@@ -241,7 +241,7 @@ def compile_in_background(
     memory, and other work on the device would distort the measured times.
     """
     if jax.config.jax_compilation_cache_dir is None:  # unless the user has set it
-        jax.config.update("jax_compilation_cache_dir", str(files.cache_folder() / "xla"))
+        keep_compiled_programs(files.cache_folder() / "xla")
 
     def compile_step() -> jax.stages.Compiled:
         with jax.set_mesh(mesh):  # the mesh in context is local to a thread
@@ -253,6 +253,19 @@ def compile_in_background(
     if mesh.devices.flat[0].platform in ("gpu", "cuda"):
         concurrent.futures.wait([compiled])
     return compiled
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Lets JAX keep what it compiles for later starts; without a folder to keep it in, says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print_primary(
+            f"the next start will compile again: {folder} cannot be made ({error.strerror}); set "
+            "XDG_CACHE_HOME to a folder that you can write to"
+        )
+    else:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def restore_or_init(

@@ -595,6 +595,15 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
     assert "def " in sample and len(sample) > 100
 
 
+def test_a_run_that_cannot_keep_its_compiled_programs_says_so(tmp_path, capsys):
+    """As in a container whose user has the home directory / and may not write there."""
+    (tmp_path / "home").touch()
+    before = jax.config.jax_compilation_cache_dir
+    train.keep_compiled_programs(tmp_path / "home" / "xla")
+    assert "home/xla cannot be made (Not a directory); set XDG_CACHE_HOME" in capsys.readouterr().out
+    assert jax.config.jax_compilation_cache_dir == before
+
+
 def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch):
     """A run that was rolled back to its beginning has the record of a later checkpoint."""
     config = text.TextDataConfig(
