@@ -272,7 +272,12 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
         hint = "" if _is_self_explanatory(error) else " (MAXLP_TRACEBACK=1 shows where)"
         _fail(_reason(error) + hint, EXIT_FAILED if _is_transient(error) else 2)
     except (RuntimeError, AssertionError) as error:
-        if os.environ.get("MAXLP_TRACEBACK") or not _found_no_device(error):
+        if os.environ.get("MAXLP_TRACEBACK"):
+            raise
+        if str(error) == "can't start new thread":
+            advice = "raise the limit of processes (ulimit -u, or the pids limit of the container)"
+            _fail(f"the system allows no more threads; {advice}", EXIT_FAILED)
+        if not _found_no_device(error):
             raise
         reason = _reason(error) or "JAX could initialize none of these platforms"
         platforms = os.environ.get("JAX_PLATFORMS", "")
