@@ -275,7 +275,8 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise
         if str(error) == "can't start new thread":
-            _fail("no more threads are allowed; raise ulimit -u or the container's pids limit", EXIT_FAILED)
+            advice = "raise the limit of processes (ulimit -u, or the pids limit of the container)"
+            _fail(f"the system allows no more threads; {advice}", EXIT_FAILED)
         if not _found_no_device(error):
             raise
         reason = _reason(error) or "JAX could initialize none of these platforms"

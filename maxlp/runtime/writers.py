@@ -31,6 +31,7 @@ PROGRESS = {
     "train/tau": "τ {:,.1f}",
     "train/gain": "gain {:.2f}",
     "train/loss": "loss {:#.5g}",
+    "train/logit_scale": "logit scale {:.1f}",
     "train/learning_rate": "lr {:.2e}",
     "perf/tokens_per_sec": "{} tok/s",
     "perf/images_per_sec": "{} img/s",

@@ -182,7 +182,7 @@ NOT_WRITTEN = "pkgutil.resolve_name('maxlp.runtime.checkpoint:NotWrittenError')"
         ("OSError(24, 'Too many open files', '/w')", 2, "error: /w: Too many open files; raise"),
         ("OSError(5, 'Input/output error', '/w')", 1, "error: /w: Input/output error; the same command"),
         ("OSError(28, 'No space left on device', '/w')", 1, "error: /w: No space left on device; the same"),
-        ('RuntimeError("can\'t start new thread")', 1, "error: no more threads are allowed; raise"),
+        ('RuntimeError("can\'t start new thread")', 1, "error: the system allows no more threads; raise"),
         ("TimeoutError('/w did not appear')", 1, "error: /w did not appear"),
         ("ValueError('UNKNOWN: Gloo AllGather failed: closed by peer')", 1, "error: UNKNOWN: Gloo"),
         ("ValueError('RESOURCE_EXHAUSTED: Out of memory')", 2, "error: RESOURCE_EXHAUSTED: Out of memory"),

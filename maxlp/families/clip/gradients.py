@@ -76,8 +76,8 @@ def _mean_loss(
     scale, bias = model.scale_and_bias()
     sums = contrastive_sums(*features, scale, bias, config)
     count = sums["examples"]
-    metrics = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count, "examples": count}
-    return metrics["loss"], metrics
+    means = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
+    return means["loss"], means | {"examples": count, "logit_scale": scale}
 
 
 def _cached_gradients(

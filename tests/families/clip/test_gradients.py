@@ -94,6 +94,7 @@ def test_microbatches_equal_the_batch():
     got = run(FULL, microbatches=4, method="tiled")
     assert_same(got, on_one_device())
     assert got[2]["examples"] == ROWS
+    assert got[2]["logit_scale"] == pytest.approx(math.exp(FULL.logit_scale))
 
 
 @pytest.mark.full
