@@ -29,6 +29,7 @@ record steps on one with --record, and give them on the other with --against
 """
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,9 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import Settings, read
 from maxlp.runtime import cpu
 from maxlp.runtime.files import local_path, send, shown
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, format_seconds
+
+LOG_SECONDS = 10.0
 
 TOOLS = {  # the flags of each, besides those of all
     "attribute": ("recipe", "top"),
@@ -232,18 +235,25 @@ def predict(
 
 
 class Bar:
-    """A progress bar on stderr, if that is a terminal."""
+    """Progress on stderr: a bar in a terminal, elsewhere a line every `LOG_SECONDS`."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
+        self.shown = -math.inf
 
     def __call__(self, done: int, total: int) -> None:
-        if not sys.stderr.isatty():
-            return
-        left = (time.monotonic() - self.start) * (total - done) / done
-        filled = 40 * done // total
-        line = f"{'█' * filled}{'·' * (40 - filled)} {done:,} of {total:,}, {left:,.0f} s left"
-        print(f"\r\x1b[K{line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        now = time.monotonic()
+        left = "compiling"
+        if done:
+            left = f"{format_seconds((now - self.start) * (total - done) / done)} left"
+        line = f"{done:,} of {total:,}, {left}"
+        if sys.stderr.isatty():
+            filled = 40 * done // total
+            bar = "█" * filled + "·" * (40 - filled)
+            print(f"\r\x1b[K{bar} {line}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done == total or now - self.shown >= LOG_SECONDS:
+            self.shown = now
+            print(line, file=sys.stderr, flush=True)
 
 
 def _wrote(path: Path) -> None:

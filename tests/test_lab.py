@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -174,3 +175,12 @@ def test_runs_with_and_without_a_tokenizer_file_differ_in_their_configs(tmp_path
     done = run_command("lab", "diff", f"{tmp_path}/a", f"{tmp_path}/b")
     words = "error: config.data.tokenizer: 'bytes' -> 'bpe:300': diff needs the same model, data and seed"
     assert done.returncode == 2 and done.stderr.startswith(words), done.stderr
+
+
+def test_progress_in_a_log_has_a_first_line_one_every_ten_seconds_and_a_last(monkeypatch, capsys):
+    bar = lab.Bar()
+    for done in range(5):
+        monkeypatch.setattr(time, "monotonic", lambda done=done: bar.start + 4.0 * done)
+        bar(done, 4)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["0 of 4, compiling", "3 of 4, 0:04 left", "4 of 4, 0:00 left"]

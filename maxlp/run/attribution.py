@@ -195,10 +195,11 @@ def attribution(
     """The effect of every site on the batch of a step.
 
     Args:
-      note: called with the numbers of finished and of all evaluations.
+      note: called with the numbers of finished and of all evaluations, first with 0.
     """
     sites = evaluate.sites
     total = 2 + 2 * len(sites)
+    note(0, total)  # the first evaluation compiles
     high, _ = evaluate(evaluate.off)
     everything = {path: on.copy() for path, on in evaluate.off.items()}
     for site in sites:

@@ -131,7 +131,7 @@ def predictions(
       workdir, step: the weights are those before the step, trained in high precision if there is no run;
         see `attribution.evaluator`.
       num_batches: those of this step and of the next ones.
-      note: called with the numbers of finished and of all recipes.
+      note: called with the numbers of finished and of all recipes, first with 0.
 
     Raises:
       ValueError: adapters, a recipe that does not fit the run, or a run without such a step.
@@ -164,6 +164,7 @@ def predictions(
         state, first, step = batch_of(at, step)
         more = device_batches(at.batches, at.run.mesh, num_batches - 1)
         batches = [first, *(batch for batch, _ in more)]
+        note(0, len(chosen))
         high, high_loss = _gradient(plain, state, batches)
         found = []
         for n, (spec, low) in enumerate(chosen.items(), 1):
