@@ -36,7 +36,7 @@ done
 if [[ -z $image ]] || (($# < 2)); then die "--image=IMAGE and -- --config=... --workdir=... are needed"; fi
 shift
 manifest=launch/jobset_$kind.yaml
-advice="pods lose their own files when they restart; use gs:// or s3://"
+advice="pods lose their own files when they restart; use a bucket, as in gs://bucket/run"
 if [[ $kind == gpu ]]; then advice+=", or a folder in /data"; fi
 for arg; do
   if [[ $arg != --workdir=* || $arg == --workdir=*://* ]]; then continue; fi

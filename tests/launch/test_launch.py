@@ -713,7 +713,7 @@ def test_a_workdir_that_a_restarted_pod_would_not_find_is_refused():
     for kind, workdir in [(tpu, "/data/run"), (gpu, "/tmp/run"), (gpu, "/database/run"), (gpu, "run")]:
         out = run("kubernetes.sh", *kind, *end, f"--workdir={workdir}", code=2)
         assert f"--workdir={workdir} is on no volume of launch/jobset_{kind[0]}.yaml" in out
-        assert ("use gs:// or s3://, or a folder in /data; see" in out) == (kind is gpu)
+        assert ("as in gs://bucket/run, or a folder in /data; see" in out) == (kind is gpu)
     for workdir in ("/data/a run", "s3://b/run"):
         run("kubernetes.sh", *gpu, *end, f"--workdir={workdir}")
 
