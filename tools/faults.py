@@ -2732,7 +2732,7 @@ MONITORING = [
     *_in(
         "monitoring/statistics.py",
         "monitoring/test_statistics.py",
-        ("max(values.values(), default=0.0)", "min(values.values(), default=0.0)"),
+        ("largest(values)[0][1] if values", "min(values.values()) if values"),
         ("(np.isfinite(tensors[name]), -tensors[name])", "-tensors[name]"),
     ),
     *_in(

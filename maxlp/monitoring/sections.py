@@ -116,7 +116,7 @@ def _is_unset(value: Any) -> bool:
 
 
 def loss_lines(run: Run) -> Lines:
-    """Final and best losses, the amount of data seen, and evaluation scores."""
+    """Final and best losses, the amount of data seen, a CLIP's logit scale, and evaluation scores."""
     lines = []
     steps, losses = run.series("train/loss")
     if len(steps):
@@ -127,6 +127,10 @@ def loss_lines(run: Run) -> Lines:
         lines.append(("train/loss", f"{last.mean():#.5g}{what}"))
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
+    steps, scales = run.series("train/logit_scale")
+    if len(steps):
+        first = f" ({scales[0]:.4g} at step {steps[0]:,})" if len(steps) > 1 else ""
+        lines.append(("train/logit_scale", f"{scales[-1]:.4g} at step {steps[-1]:,}{first}"))
     if skipped := int(run.series("train/skipped")[1].sum()):
         lines.append(("skipped", counted(skipped, "step")))
     for prefix in run.evaluations:
@@ -280,6 +284,24 @@ def _first_tensor(record: Mapping[str, Any]) -> str:
     return f"; first tensor {first['tensor']}, RMS_t {first['value']:.2f}, {when}"
 
 
+def gradient_lines(run: Run) -> Lines:
+    """The tensors whose gradient was zero in all of the last records.
+
+    They are frozen or cut off from the loss, or their gradients are below the smallest number of a dtype.
+    """
+    prefix = "train/grad_norms/"
+    records = run.records_with(prefix)[-MAX_ENTRIES:]
+    if not records:
+        return []
+    names = [name for name in records[-1] if name.startswith(prefix)]
+    zero = [name.removeprefix(prefix) for name in names if all(r.get(name) == 0 for r in records)]
+    if not zero:
+        return []
+    more = f" and {len(zero) - MAX_ENTRIES:,} more" if len(zero) > MAX_ENTRIES else ""
+    last = f"{len(records)} records" if len(records) > 1 else "record"
+    return [("zero", f"{', '.join(zero[:MAX_ENTRIES])}{more}, in the last {last}")]
+
+
 def health_lines(run: Run) -> Lines:
     """The last measurement of `precision.health`, one line for each tensor of a stack."""
     measured = run.records_with("health/")
@@ -343,6 +365,7 @@ SECTIONS: dict[str, Callable[[Run], Lines]] = {
     "Data": data_lines,
     "Speed": speed_lines,
     "Spikes": spike_lines,
+    "Gradients": gradient_lines,
     "Quantization": health_lines,
     "Outputs of the blocks": magnitude_lines,
     "Checkpoints": checkpoint_lines,

@@ -140,11 +140,11 @@ def find_rms_spikes(steps: np.ndarray, rms: np.ndarray, config: SpikeConfig) -> 
 
     Args:
       steps: (n,), rising.
-      rms: (n,), RMS_t of the tensor at these steps.
+      rms: (n,), RMS_t of the tensor at these steps; NaN counts as above the threshold.
       config: the definition of a spike.
     """
     found, last = [], -math.inf
-    for step in steps[rms > config.rms_threshold].tolist():
+    for step in steps[~(rms <= config.rms_threshold)].tolist():
         if step - last > config.merge_steps:
             found.append(step)
         last = step

@@ -44,6 +44,8 @@ def tensor_statistics(grads: optax.Updates, opt_state: optax.OptState, *, rms: R
 def flat(metrics: dict[str, Any]) -> dict[str, float]:
     """All metrics as scalars; those of tensors become ``rms/<name>[/<layer>]``, with a ``rms/max``.
 
+    The largest number is NaN if one of them is.
+
     Args:
       metrics: from names to numpy scalars, or to dicts of (*layers) arrays.
     """
@@ -52,7 +54,7 @@ def flat(metrics: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             values = per_layer(value)
             scalars |= {f"{key}/{name}": number for name, number in values.items()}
-            scalars[f"{key}/max"] = max(values.values(), default=0.0)
+            scalars[f"{key}/max"] = largest(values)[0][1] if values else 0.0
         else:
             scalars[key] = float(value)
     return scalars

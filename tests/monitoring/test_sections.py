@@ -28,6 +28,10 @@ def shown(path):
     return found
 
 
+def write(path, records):
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def test_a_finished_run(tmp_path):
     write_run(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -178,6 +182,25 @@ def test_of_many_starts_the_first_and_the_last_are_listed(tmp_path):
     _, _, first, between, *last = sections.run_lines(run)[: sections.MAX_ENTRIES + 3]
     assert (first, between) == (("started", "day 0 at step 0"), ("", "and 490 more"))
     assert last[-1] == ("resumed", "day 499 at step 4990") and len(last) == sections.MAX_ENTRIES - 1
+
+
+def test_gradients_that_are_always_zero_are_named(tmp_path, monkeypatch):
+    zero, always, now = ("train/grad_norms/layers/mlp/up_proj/kernel/" + n for n in "012")
+    records = [{"step": n, always: 0.5, zero: 0.0, now: float(n < 20)} for n in range(21)]
+    write(tmp_path, [*records, {"step": 20, "eval/loss": 2.0}])
+    (line,) = sections.gradient_lines(load_run(tmp_path))
+    assert line == ("zero", "layers/mlp/up_proj/kernel/0, in the last 10 records")
+    write(tmp_path, [record | {now: 0.0} for record in records])
+    monkeypatch.setattr(sections, "MAX_ENTRIES", 1)
+    (line,) = sections.gradient_lines(load_run(tmp_path))
+    assert line == ("zero", "layers/mlp/up_proj/kernel/0 and 1 more, in the last record")
+    write(tmp_path, [record | {zero: math.nan} for record in records[:20]])
+    assert "Gradients" not in shown(tmp_path)
+
+
+def test_the_logit_scale_of_a_clip_is_shown_with_its_beginning(tmp_path):
+    write(tmp_path, [{"step": n, "train/loss": 1.0, "train/logit_scale": 10.0 * n} for n in range(1, 11)])
+    assert shown(tmp_path)["Loss"]["train/logit_scale"] == "100 at step 10 (10 at step 1)"
 
 
 def test_quantization_is_that_of_the_last_measurement(tmp_path):

@@ -77,6 +77,8 @@ def test_rms_spikes_are_found_where_they_begin():
     rms[[20, 21, 25, 60]] = 2.0
     assert find_rms_spikes(np.arange(100), rms, SpikeConfig()) == [20, 60]
     assert find_rms_spikes(np.arange(100), rms, SpikeConfig(rms_threshold=2.5)) == []
+    rms[40] = np.nan
+    assert find_rms_spikes(np.arange(100), rms, SpikeConfig()) == [20, 40, 60]
 
 
 def test_predicted_spikes_are_counted_and_those_by_chance():

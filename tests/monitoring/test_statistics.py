@@ -57,3 +57,8 @@ def test_numbers_that_are_not_finite_are_the_largest():
     tensors = {"a": 1.0, "b": math.inf, "c": 3.0}
     assert statistics.largest(tensors, 2) == [("b", math.inf), ("c", 3.0)]
     assert statistics.largest(tensors | {"b": math.nan})[0][0] == "b"
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan, 1.0]])
+def test_the_largest_of_each_kind_is_nan_if_one_is(values):
+    assert math.isnan(statistics.flat({"rms": {"a": np.array(values)}})["rms/max"])

@@ -1,6 +1,7 @@
 """One matmul under any recipe, and a network without rounding."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -96,3 +97,18 @@ def exact_trainer(
 def exact_params() -> dict:
     """Initial parameters of the network on the host."""
     return jax.device_get(exact_trainer().init()["params"])
+
+
+# --- docs/low_precision.md ------------------------------------------------------------------------------
+
+
+def table_rows(title: str) -> dict[str, list[str]]:
+    """The cells of a table by the name of the recipe, its first cell."""
+    page = (Path(__file__).parents[2] / "docs/low_precision.md").read_text()
+    table = page.split(title)[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def documented_recipes() -> dict[str, list[str]]:
+    return table_rows("| recipe | bits | rounding | state | hardware |")

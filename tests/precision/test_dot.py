@@ -14,7 +14,7 @@ from maxlp.numerics.quantized import quantize, rotate
 from maxlp.precision import delayed, dot, make_recipe, recipes
 from maxlp.precision.dot import QuantDot
 from tests.fixtures import walk_jaxpr
-from tests.precision.fixtures import Layer
+from tests.precision.fixtures import Layer, documented_recipes
 
 DIMS = (((2,), (0,)), ((), ()))
 
@@ -244,7 +244,10 @@ def noise_of_matmuls(recipe):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_signal_to_noise(name):
-    """It follows from the formats of the operands, so that a new recipe needs no bound of its own."""
+    """It follows from the formats of the operands, so that a new recipe needs no bound of its own.
+
+    The documentation quotes it in whole decibels.
+    """
     x, w, g = arrays()
     exact = plain(*(a.astype(jnp.float32) for a in (x, w, g)))
     recipe = make_recipe(name, **({"block_size": 32} if name == "fp8_blocks" else {}))  # to fit the arrays
@@ -252,6 +255,8 @@ def test_signal_to_noise(name):
     expected = [-10 * np.log10(n) if n else np.inf for n in noise_of_matmuls(recipe)]
     for measured, bound in zip(decibels, expected, strict=True):  # at most 55, in bfloat16
         assert min(bound - 1.5, 50) < measured < bound + 3, (decibels, expected)
+    _, _, _, _, quoted, _ = documented_recipes()[name]
+    assert [float(x) for x in quoted.replace("−", "-").split(",")] == pytest.approx(decibels, abs=1)
 
 
 @pytest.mark.parametrize(

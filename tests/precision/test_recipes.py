@@ -1,7 +1,6 @@
 """Recipes and the ``precision`` section of a config: what replaces what, and what is refused."""
 
 import dataclasses
-from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,6 +18,7 @@ from maxlp.precision import (
     recipes,
 )
 from maxlp.precision.dot import quantize
+from tests.precision.fixtures import documented_recipes, table_rows
 
 SECTION = dict(
     recipe="fp8_delayed",
@@ -191,27 +191,15 @@ def test_bit_reduction_of_every_bfloat16(e, m):
 # --- the table of the documentation -----------------------------------------------------------------------
 
 
-def _rows(title: str) -> dict[str, list[str]]:
-    """The cells of a table by the name of the recipe, its first cell."""
-    page = (Path(__file__).parents[2] / "docs/low_precision.md").read_text()
-    table = page.split(title)[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {row[0].strip("`"): row[1:] for row in rows}
-
-
-def _documented() -> dict[str, list[str]]:
-    return _rows("| recipe | bits | rounding | state | hardware |")
-
-
 def test_both_tables_of_the_documentation_name_every_recipe():
-    first = _rows("| `precision.recipe` | fwd (input · kernel) |")
-    for rows in (first, _documented()):
+    first = table_rows("| `precision.recipe` | fwd (input · kernel) |")
+    for rows in (first, documented_recipes()):
         assert list(rows) == list(RECIPES), "docs/low_precision.md#recipes has two rows for each"
 
 
-@pytest.mark.parametrize("name", _documented())
+@pytest.mark.parametrize("name", documented_recipes())
 def test_the_table_of_the_documentation_agrees_with_the_recipe(name):
-    bits, rounding, state, hardware, *_ = _documented()[name]
+    bits, rounding, state, hardware, *_ = documented_recipes()[name]
     recipe = RECIPES[name]
     operands = [operand for pair in recipe.gemms.values() for operand in pair]
     assert state == ("amax histories" if recipe.delayed else "none")
