@@ -60,7 +60,7 @@ class Effect:
     Attributes:
       loss_on: change of the loss with it alone on.
       error_on: ``‖g - h‖ / ‖h‖``, with g the gradients with it alone on, and h those in high precision.
-      cosine_on: cosine of the angle between g and h.
+      angle_on: one minus the cosine of the angle between g and h.
       matmul: relative error of the operand's own matmul with it alone on.
       saturated, underflow: shares of the operand's elements, see `precision.health`.
       loss_off: change of the recipe's loss with it alone off.
@@ -69,7 +69,7 @@ class Effect:
 
     loss_on: float
     error_on: float
-    cosine_on: float
+    angle_on: float
     matmul: float
     saturated: float
     underflow: float
@@ -85,14 +85,14 @@ class Attribution:
       step: the step whose batch was taken.
       loss: the loss in high precision.
       loss_all: its change under the recipe.
-      error_all, cosine_all: of the recipe's gradients, as in `Effect`.
+      error_all, angle_all: of the recipe's gradients, as in `Effect`.
     """
 
     step: int
     loss: float
     loss_all: float
     error_all: float
-    cosine_all: float
+    angle_all: float
     effects: Mapping[Site, Effect]
 
     def ranked(self, by: str = "error_on") -> list[tuple[Site, Effect]]:
@@ -147,7 +147,7 @@ class Evaluate:
         _, self.reference, _ = self.compiled(self.state, batch, self.off, params)
 
     def __call__(self, on: Switches) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """``loss``, ``error`` and ``cosine`` of the gradients, and the statistics of each path."""
+        """``loss``, ``error`` and ``angle`` of the gradients, and the statistics of each path."""
         numbers, _, statistics = self.compiled(self.state, self.batch, on, self.reference)
         return {name: float(x) for name, x in numbers.items()}, jax.device_get(statistics)
 
@@ -172,7 +172,11 @@ def _evaluate(
 
 
 def distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
-    """Relative error and cosine, from float32 sums; gradients are scaled so that no square underflows."""
+    """Relative error, and one minus the cosine of the angle; scaled so that no square underflows.
+
+    The sums are float32, and a cosine near 1 has steps of 6e-8 there. So 1 - cos is that of
+    ‖g - h‖² = (‖g‖ - ‖h‖)² + 2 ‖g‖ ‖h‖ (1 - cos).
+    """
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
     top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(h)).astype(jnp.float32) for _, h in pairs])
     unit = 1 / jnp.where(top > 0, top, 1.0)
@@ -181,9 +185,11 @@ def distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
         scaled = ((g.astype(jnp.float32) * unit, h.astype(jnp.float32) * unit) for g, h in pairs)
         return sum((jnp.sum(product(g, h)) for g, h in scaled), jnp.zeros(()))
 
-    gg, gh, hh = total(lambda g, h: g * g), total(lambda g, h: g * h), total(lambda g, h: h * h)
+    gg, hh = total(lambda g, h: g * g), total(lambda g, h: h * h)
     difference = total(lambda g, h: (g - h) ** 2)
-    return {"error": jnp.sqrt(difference / hh), "cosine": gh / jnp.sqrt(gg * hh)}
+    longer = total(lambda g, h: (g - h) * (g + h)) / (jnp.sqrt(gg) + jnp.sqrt(hh))  # ‖g‖ - ‖h‖
+    angle = jnp.maximum(difference - longer**2, 0.0) / (2 * jnp.sqrt(gg * hh))
+    return {"error": jnp.sqrt(difference / hh), "angle": angle}
 
 
 # --- all sites ------------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def attribution(
         effects[site] = Effect(
             loss_on=alone["loss"] - high["loss"],
             error_on=alone["error"],
-            cosine_on=alone["cosine"],
+            angle_on=alone["angle"],
             matmul=matmul,
             saturated=saturated,
             underflow=underflow,
@@ -221,7 +227,7 @@ def attribution(
             error_off=without["error"] - low["error"],
         )
         note(2 * n + 4, total)
-    return Attribution(step, high["loss"], low["loss"] - high["loss"], low["error"], low["cosine"], effects)
+    return Attribution(step, high["loss"], low["loss"] - high["loss"], low["error"], low["angle"], effects)
 
 
 def _flipped(on: Switches, site: Site) -> Switches:
@@ -290,12 +296,12 @@ def table(found: Attribution, top: int) -> Iterator[str]:
         for site, e in found.ranked(by)[:top]:
             yield str(site)
             yield (
-                f"{e.loss_on:>+10.1e}{e.error_on:>10.1e}{1 - e.cosine_on:>10.1e}"
+                f"{e.loss_on:>+10.1e}{e.error_on:>10.1e}{e.angle_on:>10.1e}"
                 f"{e.matmul:>10.1e}{percent(e.saturated):>10}{percent(e.underflow):>10}{e.loss_off:>+10.1e}"
                 f"{e.error_off:>+10.1e}"
             )
     yield f"all {len(found.effects):,} together"
-    yield f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{1 - found.cosine_all:>10.1e}"
+    yield f"{found.loss_all:>+10.1e}{found.error_all:>10.1e}{found.angle_all:>10.1e}"
 
 
 def as_json(found: Attribution) -> dict[str, Any]:

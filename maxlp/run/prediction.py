@@ -171,7 +171,7 @@ def predictions(
             grads, loss = _gradient(low, state, batches)
             numbers = {name: float(x) for name, x in jax.jit(distance)(grads, high).items()}
             change, mse = float(loss - high_loss), gaussian_mse(low.precision.make(low.precision.recipe))
-            found.append(Prediction(spec, 1 - numbers["cosine"], numbers["error"], change, mse))
+            found.append(Prediction(spec, numbers["angle"], numbers["error"], change, mse))
             note(n, len(chosen))
     return step, sorted(found, key=lambda p: p.angle if math.isfinite(p.angle) else math.inf)
 
