@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import glob
 import hashlib
 import json
@@ -28,6 +27,7 @@ from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
 from maxlp.runtime.messages import counted, format_seconds
+from maxlp.runtime.new_folder import only_writer
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8
@@ -107,7 +107,7 @@ def no_partial_files(output: str, names: Collection[str] = ()) -> Iterator[None]
     missing = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
     os.makedirs(output, exist_ok=True)
     partial = [pattern + PARTIAL for pattern in ("*" + SUFFIX, MANIFEST, *names)]
-    with _only_writer(output):
+    with only_writer(Path(output)):
         try:
             _remove(output, *partial)
             yield
@@ -118,25 +118,6 @@ def no_partial_files(output: str, names: Collection[str] = ()) -> Iterator[None]
                     path.rmdir()
             raise
         _remove(output, *partial)
-
-
-@contextlib.contextmanager
-def _only_writer(folder: str) -> Iterator[None]:
-    """Locks a folder, so that a second writer is refused; a kill releases it, unlike a marker file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"--output={folder} is being written by another process; wait until it ends, or choose "
-                "another folder"
-            ) from None
-        except OSError:  # a file system without such locks
-            pass
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

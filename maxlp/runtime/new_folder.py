@@ -1,6 +1,8 @@
 """A folder that a command writes as a whole or not at all."""
 
 import contextlib
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from maxlp.runtime import files
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yields a folder to write to, whose content is moved to `folder` at the end of the block.
 
-    If the block raises, nothing remains of what it wrote, nor of `folder` if it did not exist.
+    If the block raises, nothing remains of what it wrote, nor of `folder` if it did not exist. What a kill
+    leaves is deleted by the next process that writes to `folder`.
 
     Args:
       folder: empty or new.
@@ -27,21 +30,52 @@ def unfinished(folder: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as undo:
         for missing in (each for each in reversed((folder, *folder.parents)) if not each.exists()):
             undo.callback(_remove_empty, missing)
-        try:
-            temporary.mkdir(parents=True)  # of several processes one succeeds
-        except FileExistsError:
-            raise ValueError(
-                f"{folder} is being written by another process, or was by one that was killed; choose "
-                f"another directory, or delete {temporary}"
-            ) from None
-        undo.callback(files.remove, temporary)
-        if any(path != temporary for path in folder.iterdir()):
-            raise ValueError(f"{folder} is not empty; choose a new directory")
-        yield temporary
-        for path in sorted(temporary.iterdir()):
-            path.rename(folder / path.name)
-        temporary.rmdir()
+        folder.mkdir(parents=True, exist_ok=True)
+        with only_writer(folder) as locked:
+            if locked:
+                files.remove(temporary)  # of a process that was killed
+            try:
+                temporary.mkdir(parents=True)  # of several processes one succeeds, also without locks
+            except FileExistsError:
+                raise ValueError(
+                    f"{folder} is being written by another process, or was by one that was killed; choose "
+                    f"another directory, or delete {temporary}"
+                ) from None
+            try:
+                if any(path != temporary for path in folder.iterdir()):
+                    raise ValueError(f"{folder} is not empty; choose a new directory")
+                yield temporary
+                for path in sorted(temporary.iterdir()):
+                    path.rename(folder / path.name)
+            finally:
+                files.remove(temporary)
         undo.pop_all()
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[bool]:
+    """Locks a folder, so that a second writer is refused; a kill releases it, unlike a marker file.
+
+    Yields:
+      Whether it is locked; False on a file system that cannot lock folders.
+
+    Raises:
+      ValueError: another process has locked it.
+    """
+    descriptor, locked = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--output={folder} is being written by another process; wait until it ends, or choose "
+                "another folder"
+            ) from None
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 def _remove_empty(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """A folder that is written as a whole or not at all."""
 
+import errno
+
 import pytest
 
 from maxlp.runtime import files, mirror, new_folder, storage
@@ -10,7 +12,7 @@ def test_of_two_processes_that_write_a_folder_one_is_refused(tmp_path):
     with new_folder.unfinished(target) as first:
         (first / "weights").write_text("first")
         with (
-            pytest.raises(ValueError, match=rf"^{target} is being written by another process.*delete"),
+            pytest.raises(ValueError, match=rf"^--output={target} is being written by another process; "),
             new_folder.unfinished(target),
         ):
             pass
@@ -19,6 +21,29 @@ def test_of_two_processes_that_write_a_folder_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not empty"), new_folder.unfinished(target):
         pass
     assert [path.name for path in target.iterdir()] == ["weights"]
+
+
+def test_what_a_killed_process_left_is_replaced(tmp_path):
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "of the killed one").write_text("half")
+    with new_folder.unfinished(tmp_path) as folder:
+        (folder / "weights").write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_without_locks_a_folder_that_may_be_in_use_is_refused(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EBADF, "as on NFS")
+
+    monkeypatch.setattr(new_folder.fcntl, "flock", fails)
+    with new_folder.unfinished(tmp_path) as first:
+        with (
+            pytest.raises(ValueError, match=rf"another process, or was by one.*delete {first}$"),
+            new_folder.unfinished(tmp_path),
+        ):
+            pass
+        (first / "weights").write_text("first")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def test_an_unfinished_folder_that_fails_leaves_nothing(tmp_path):
