@@ -17,6 +17,7 @@ import errno
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,45 @@ READ_BYTES = 2**15  # at a time
 FORMATS = {"text": "maxlp-documents-1", "image_text": "maxlp-image-text-1"}  # by the content of a source
 
 
-class ArrayRecord:
-    """The records of a folder, decoded as `content` and `manifest` prescribe.
+class Records:
+    """The bytes of records in several files, by number.
 
-    A shard stays open once it was read from, with 8 bytes of memory per record.
+    A file stays open once it was read from, with 8 bytes of memory per record.
+
+    Args:
+      parts: of each file the path, the first record, and how many records from there on.
     """
+
+    def __init__(self, parts: Sequence[tuple[str, int, int]]):
+        self._parts = parts
+        self._ends = list(itertools.accumulate(count for _, _, count in parts))
+        self._readers: list[Any] = [None] * len(parts)  # of the files that were read from
+        allow_open_files()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_readers": [None] * len(self._parts)}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> bytes:
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        number, row = locate(self._ends, index)
+        path, first, _ = self._parts[number]
+        reader = self._readers[number]
+        if reader is None:
+            options = {"options": "readahead_buffer_size:0", "file_reader_buffer_size": READ_BYTES}
+            reader = ArrayRecordReader(path, **options)
+            if not reader.ok():
+                reader.close()  # raises an error that tells why it could not be opened
+            self._readers[number] = reader
+        # Not `read([row])`, as in the library's `ArrayRecordDataSource`: its time grows with the file.
+        return reader.read(first + row, first + row + 1)[0]
+
+
+class ArrayRecord:
+    """The records of a folder, decoded as `content` and `manifest` prescribe."""
 
     def __init__(self, folder: str, content: str, manifest: dict[str, Any]):
         self._folder, self._is_image = folder, content == "image_text"
@@ -47,20 +82,15 @@ class ArrayRecord:
             from maxlp.data import local_cache
 
             files = local_cache.copies(files)
-        self._files = files
-        self._ends = list(itertools.accumulate(each["documents"] for each in manifest["shards"]))
-        self._readers: list[Any] = [None] * len(files)  # of the shards that were read from
-        allow_open_files()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_readers": [None] * len(self._files)}
+        sizes = [each["documents"] for each in manifest["shards"]]
+        self._records = Records([(file, 0, size) for file, size in zip(files, sizes, strict=True)])
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._records)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
-            record = self._read(row)
+            record = self._records[row]
         except RuntimeError as error:  # a wrong checksum, or a store that failed for 15 minutes
             if os.strerror(errno.EMFILE) in str(error):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), self._folder) from error
@@ -72,20 +102,6 @@ class ArrayRecord:
         if self._dtype is None:
             return {"text": record}
         return {"tokens": np.frombuffer(record, self._dtype.newbyteorder("<")).astype(self._dtype)}
-
-    def _read(self, row: int) -> bytes:
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        number, row = locate(self._ends, row)
-        reader = self._readers[number]
-        if reader is None:
-            options = {"options": "readahead_buffer_size:0", "file_reader_buffer_size": READ_BYTES}
-            reader = ArrayRecordReader(self._files[number], **options)
-            if not reader.ok():
-                reader.close()  # raises an error that tells why it could not be opened
-            self._readers[number] = reader
-        # Not `read([row])`, as in the library's `ArrayRecordDataSource`: its time grows with the shard.
-        return reader.read(row, row + 1)[0]
 
     def where(self, row: int) -> str:
         place = f"{self._folder}: record {row}"

@@ -5,7 +5,6 @@ from typing import Any
 from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
-from maxlp.runtime.open_files import allow_open_files
 
 TEXT_KEYS = {"text_key": "text"}
 IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}
@@ -22,7 +21,6 @@ class TfdsExamples:
             an empty text key, images have labels only.
         """
         tfds = import_extra("tensorflow_datasets")
-        allow_open_files()  # its library keeps every shard open that was read from
         self._name, self._keys = name, keys
         image_key = keys.get("image_key")
         decoders = {image_key: tfds.decode.SkipDecoding()} if image_key else None
@@ -38,7 +36,13 @@ class TfdsExamples:
             raise ValueError(
                 f"TFDS {name!r}, split {split!r}{where} cannot be opened ({reason}); {fix}"
             ) from None
-        features = self._examples.dataset_info.features
+        info = self._examples.dataset_info
+        if info.file_format == tfds.core.FileFormat.ARRAY_RECORD:
+            from maxlp.data.readers.array_record import Records
+
+            files = info.splits[split].file_instructions
+            self._examples.data_source = Records([(each.filename, each.skip, each.take) for each in files])
+        features = info.features
         text_key, label_key = keys["text_key"], keys.get("label_key", "")
         for key in (image_key or text_key, text_key or label_key):
             if key not in features:
