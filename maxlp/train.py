@@ -66,9 +66,9 @@ def define_flags() -> None:
 def main() -> int:
     startup = Startup(maxlp.IMPORTED_AT)
     startup.mark("imports")
-    workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     preemption.exit_on_sigterm()
     distributed.initialize()
+    workdir = files.local_path(flags.FLAGS.workdir, "--workdir")
     with preemption.exit_with_others(), open_lock(workdir) as lock:
         while True:
             try:

@@ -2685,6 +2685,11 @@ RUNTIME = [
             "for changed in (path,):",
             "::test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket",
         ),
+        (
+            "and not distributed.is_primary():",
+            "and distributed.is_primary():",
+            "::test_only_the_first_of_several_processes_copies_the_metrics_from_the_bucket",
+        ),
     ),
 ]
 

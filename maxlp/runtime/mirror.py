@@ -32,7 +32,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from maxlp.runtime import files, lock, manifest, storage
+from maxlp.runtime import distributed, files, lock, manifest, storage
 
 PUSH_SECONDS = 30.0
 _PAUSE_PER_PUSH = 9.0  # times its seconds: gigabytes of metrics take a tenth of the network's time, not all
@@ -308,6 +308,8 @@ def _is_manifest(name: str) -> bool:
 
 
 def _is_pulled(name: str, found: dict[str, storage.Entry]) -> bool:
+    if name == "metrics.jsonl" and jax.distributed.is_initialized() and not distributed.is_primary():
+        return False  # it may be hundreds of megabytes, and only the first process reads and writes it
     path = PurePosixPath(name)
     complete = path.name != "checkpoint.json" or str(path.parent / manifest.NAME) in found
     small = found[name].size < _LARGE_BYTES or path.suffix in (".jsonl", ".safetensors")

@@ -68,6 +68,19 @@ def test_what_a_run_writes_appends_renames_and_deletes_is_in_the_bucket(bucket):
 
 
 @pytest.mark.full
+def test_only_the_first_of_several_processes_copies_the_metrics_from_the_bucket(bucket, monkeypatch):
+    for name in ("metrics.jsonl", "run.json"):
+        storage.write(f"{bucket}/{name}", b"{}")
+    folder = opened(bucket)  # before the processes have joined, all copy them
+    monkeypatch.setattr(mirror.jax.distributed, "is_initialized", lambda: True)
+    for first, expected in ((True, ["metrics.jsonl", "run.json"]), (False, ["run.json"])):
+        monkeypatch.setattr(mirror.distributed, "is_primary", lambda first=first: first)
+        mirror.after_barrier()
+        assert sorted(path.name for path in folder.iterdir()) == expected
+    assert sorted(path.name for path in opened(bucket).iterdir()) == ["run.json"]
+    assert names(bucket) == ["metrics.jsonl", "run.json"]
+
+
 def test_a_temporary_folder_that_is_cleaned_takes_nothing_from_the_bucket(bucket):
     folder = opened(bucket)
     with lock.open_lock(folder) as held:
