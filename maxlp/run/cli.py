@@ -30,8 +30,8 @@ from maxlp.runtime.files import shown
 # disk, may be gone at a restart.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 USER_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EMFILE)
-# JAX also raises a `ValueError`, with one of these in front, when a program on the devices fails, such as
-# when another process of the run has died.
+# JAX raises a `ValueError` or a `JaxRuntimeError`, with one of these in front, when a program on the
+# devices fails, such as when another process of the run has died.
 JAX_FAILURES = re.compile("(ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 FINETUNE = "llama/finetune"  # the config of a run that starts --from weights and names no other
 MAX_MESSAGE = 800  # characters; a longer one, as with a long path, loses its middle
@@ -277,6 +277,10 @@ def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
         if str(error) == "can't start new thread":
             advice = "raise the limit of processes (ulimit -u, or the pids limit of the container)"
             _fail(f"the system allows no more threads; {advice}", EXIT_FAILED)
+        jax = sys.modules.get("jax")
+        if JAX_FAILURES.match(str(error)) and jax and jax.distributed.is_initialized():
+            cause = "if another process of the run has ended, its output says why"
+            _fail(f"{_reason(error)}; {cause} (MAXLP_TRACEBACK=1 shows where)", EXIT_FAILED)
         if not _found_no_device(error):
             raise
         reason = _reason(error) or "JAX could initialize none of these platforms"

@@ -196,6 +196,16 @@ def test_exit_codes_distinguish_mistakes_from_failures(error, code, message):
     assert "Traceback" not in done.stderr
 
 
+def test_a_process_that_loses_another_ends_with_one_line():
+    lost = "UNKNOWN: Gloo AllGather failed: Connection reset by peer"
+    program = f"import jax\n{HEAD}def main():\n  raise jax.errors.JaxRuntimeError('{lost}')\n"
+    done = run(f"{program}jax.distributed.is_initialized = lambda: True\ncli.run(main)")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {lost}; if another process")
+    assert done.stderr.count("\n") == 1
+    alone = run(f"{program}cli.run(main)")  # a failure of its own
+    assert alone.returncode == 1 and "Traceback" in alone.stderr
+
+
 def test_without_devices_a_command_ends_with_one_line():
     done = run(f"import jax\n{HEAD}cli.run(lambda: print(jax.devices()))", JAX_PLATFORMS="gpuu")
     last = done.stderr.splitlines()[-1]
