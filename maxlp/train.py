@@ -20,6 +20,7 @@ import functools
 import os
 import shlex
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -259,9 +260,10 @@ def keep_compiled_programs(folder: Path) -> None:
     """Lets JAX keep what it compiles for later starts; without a folder to keep it in, says so."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # it may exist on a read-only file system
     except OSError as error:
         print_primary(
-            f"the next start will compile again: {folder} cannot be made ({error.strerror}); set "
+            f"the next start will compile again: {folder} cannot be written to ({error.strerror}); set "
             "XDG_CACHE_HOME to a folder that you can write to"
         )
     else:
@@ -362,7 +364,10 @@ def finish(workdir: Path) -> int:
         run = load_run(workdir)
         print_primary(sections.section_text("done", sections.loss_lines(run)))
         more = f"python -m maxlp.report {shlex.quote(str(workdir))}"
-        print_primary(f"curves: {curves.plot_curves(run)}; more: {more}")
+        try:
+            print_primary(f"curves: {curves.plot_curves(run)}; more: {more}")
+        except OSError as error:  # such as without a place for Matplotlib's cache; the run is complete
+            print_primary(f"no curves: {error}; more: {more}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import math
@@ -23,6 +24,7 @@ import pytest
 from maxlp import train
 from maxlp.data import text
 from maxlp.data.images import encode_png
+from maxlp.monitoring import curves, run_record, sections
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.runtime import manifest
@@ -595,13 +597,28 @@ def test_the_debug_run_reaches_the_score_in_its_header(tmp_path):
     assert "def " in sample and len(sample) > 100
 
 
-def test_a_run_that_cannot_keep_its_compiled_programs_says_so(tmp_path, capsys):
+def on_a_read_only_file_system(*_, **__):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_a_run_that_cannot_keep_its_compiled_programs_says_so(tmp_path, monkeypatch, capsys):
     """As in a container whose user has the home directory / and may not write there."""
     (tmp_path / "home").touch()
     before = jax.config.jax_compilation_cache_dir
     train.keep_compiled_programs(tmp_path / "home" / "xla")
-    assert "home/xla cannot be made (Not a directory); set XDG_CACHE_HOME" in capsys.readouterr().out
+    assert "home/xla cannot be written to (Not a directory); set XDG_CACHE_HOME" in capsys.readouterr().out
+    monkeypatch.setattr(train.tempfile, "TemporaryFile", on_a_read_only_file_system)
+    train.keep_compiled_programs(tmp_path)
+    assert f"{tmp_path} cannot be written to (Read-only file system)" in capsys.readouterr().out
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_finished_run_whose_curves_cannot_be_drawn_ends_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_record, "load_run", lambda workdir: None)
+    monkeypatch.setattr(sections, "loss_lines", lambda run: [])
+    monkeypatch.setattr(curves, "plot_curves", on_a_read_only_file_system)
+    assert train.finish(tmp_path) == 0
+    assert "no curves: [Errno 30] Read-only file system; more: python -m" in capsys.readouterr().out
 
 
 def test_data_that_is_only_compared_stays_at_its_beginning(tmp_path, monkeypatch):
