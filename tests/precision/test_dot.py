@@ -51,11 +51,24 @@ def sqnr(ours, exact):
     return 10 * np.log10(np.sum(exact**2) / np.sum((ours - exact) ** 2))
 
 
-def test_a_sum_of_133_144_int8_products_does_not_wrap_around():
-    """As many as docs/low_precision.md allows in the gradient of a kernel, of the largest size."""
-    x, w, g = (jnp.ones(shape) for shape in ((1, 133_144, 1), (1, 1), (1, 133_144, 1)))
-    _, _, d_kernel = run(make_recipe("int8_all"), x, w, g)
-    np.testing.assert_allclose(d_kernel, [[133_144]], rtol=1e-6)
+@pytest.mark.parametrize(
+    "rows, length, parts",
+    [
+        pytest.param(1, 133_144, [], id="the last that int32 can sum"),
+        pytest.param(1, 133_145, [1, 5], id="one more: five parts, the fewest that divide it"),
+        pytest.param(64, 4096, [2, 1], id="parts are of rows"),
+        pytest.param(3, 2**17, [3, 1], id="as few as can be"),
+        pytest.param(2, 2**19, [2, 4], id="rows longer than the limit"),
+    ],
+)
+def test_a_sum_over_many_tokens_is_one_of_sums_that_fit_int32(rows, length, parts):
+    """The products of the largest integers; one part would be -2^31 and more at 133,145 tokens."""
+    x, w, g = (jnp.ones(shape) for shape in ((rows, length, 1), (1, 1), (rows, length, 1)))
+    step = functools.partial(run, make_recipe("int8_all"))
+    dots = [eqn for eqn in walk_jaxpr(jax.make_jaxpr(step)(x, w, g)) if eqn.primitive.name == "dot_general"]
+    _, batch = dots[-1].params["dimension_numbers"]
+    assert [dots[-1].invars[0].aval.shape[axis] for axis in batch[0]] == parts
+    np.testing.assert_allclose(step(x, w, g)[2], [[rows * length]], rtol=1e-6)
 
 
 def test_one_entry_adds_a_format(monkeypatch):

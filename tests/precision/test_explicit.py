@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.precision import RECIPES, make_recipe
+from maxlp.precision import RECIPES, dot, make_recipe
 from tests.precision.fixtures import Layer
 
 LAYOUTS = {  # the partitions of input and kernel
@@ -72,3 +72,16 @@ def test_explicit_axes_equal_automatic_ones_and_one_device(name, layout):
     x, kernel = LAYOUTS[layout]
     assert (specs["dx"], specs["dkernel"]) == (x, kernel), "gradients are sharded like input and kernel"
     assert np.any(explicit["y"]) and np.any(explicit["dx"]) and np.any(explicit["dkernel"])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_integers_in_parts_equal_whole_ones(kind, layout, monkeypatch):
+    whole = jax.device_get(layer("int8_all")(**arrays(), out_sharding=None))
+    monkeypatch.setattr(dot, "INT32_MAX", 32 * 127**2)
+    monkeypatch.setitem(globals(), "layer", layer.__wrapped__)  # traced again
+    found, specs = on_mesh("int8_all", kind, layout)
+    for key in ("y", "dx", "dkernel"):
+        np.testing.assert_array_equal(found[key], whole[key])
+    if kind == AxisType.Explicit:
+        assert (specs["dx"], specs["dkernel"]) == LAYOUTS[layout]
