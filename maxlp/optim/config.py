@@ -10,7 +10,7 @@ import optax
 
 from maxlp import schema
 from maxlp.numerics.formats import FORMATS, STATES
-from maxlp.optim.schedules import SCHEDULES, has_decay
+from maxlp.optim.schedules import SCHEDULES, has_decay, has_final
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets
 from maxlp.schema import Count, CountOrZero, DecayRate, Fraction, NotNegative, OneOf, Positive, Range, Seed
 
@@ -179,7 +179,7 @@ class OptimizerConfig:
       schedule: a key of `SCHEDULES`; each begins with a linear warm-up.
       warmup_steps: updates before the peak; 0 starts at the peak. In a run that would end before the peak,
         the warm-up takes a tenth of the run.
-      final_lr_fraction: the last learning rate as a fraction of the peak (not for constant).
+      final_lr_fraction: the last learning rate as a fraction of the peak; without effect for constant.
       decay_fraction: the fraction of all steps in which the rate decays (wsd only).
       clip_norm: gradients are scaled down to this global L2 norm; 0 turns clipping off.
       adagc: clips each tensor by its own norms, after a warm-up with clip_norm; None uses clip_norm alone.
@@ -233,8 +233,7 @@ class OptimizerConfig:
         own = options_of(self.name)
         for key, value in self.options.items():
             if key not in own:
-                known = schema.unknown_key(key, own, f"options of name={self.name!r}")
-                raise ValueError(f"options.{key} {known}")
+                raise ValueError(f"options.{key} {unknown_option(key, self.name)}")
             schema.check_value(f"options.{key}", value, own[key])
         if self.galore is not None and not self.galore.rank:
             object.__setattr__(self, "galore", None)
@@ -261,9 +260,24 @@ class OptimizerConfig:
             raise ValueError(f"{key}={value!r} cannot be combined with name={self.name!r}: {reason}")
 
     @property
+    def unused(self) -> list[str]:
+        """The keys that every config has, and that have no effect here, each with the reason."""
+        takes = inspect.signature(self.kind.scale_by).parameters
+        used = {*takes, "b1"} if self.kind.averages else {*takes}
+        found = [f"{key} (name={self.name})" for key in ("b1", "b2", "eps") if key not in used]
+        if not has_final(self.schedule):
+            found.append(f"final_lr_fraction (schedule={self.schedule})")
+        return found
+
+    @property
     def kind(self) -> OptimizerKind:
         """What is known about the optimizer called `name`, imported here."""
         return pkgutil.resolve_name(OPTIMIZERS[self.name])
+
+
+def unknown_option(key: str, name: str) -> str:
+    """The phrase for an option that the optimizer does not have, see `schema.unknown_key`."""
+    return schema.unknown_key(key, options_of(name), f"options of name={name!r}")
 
 
 def options_of(name: str) -> dict[str, Any]:

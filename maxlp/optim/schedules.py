@@ -50,6 +50,11 @@ def has_decay(name: str) -> bool:
     return "decay_steps" in signature(SCHEDULES[name]).parameters
 
 
+def has_final(name: str) -> bool:
+    """Whether `final_lr_fraction` sets the last rate of this schedule."""
+    return "final" in signature(SCHEDULES[name]).parameters
+
+
 def fitting_warmup(warmup_steps: int, total_steps: int) -> int:
     """The steps of the warm-up: `warmup_steps`, or a tenth of a run that would end before the peak."""
     return warmup_steps if warmup_steps < total_steps else total_steps // 10

@@ -489,9 +489,10 @@ def _integer_product(a: jax.Array, b: jax.Array, pair, numbers, out_sharding) ->
         products = multiply(split(a, axes_a), split(b, axes_b), ((contracted, contracted), (batch, batch)))
         return products.astype(jnp.float32).sum(batch)
 
-    if out_sharding is not None:
-        sum_of_parts = jax.sharding.auto_axes(sum_of_parts, out_sharding=out_sharding)
-    return sum_of_parts(a, b)
+    if out_sharding is None:
+        return sum_of_parts(a, b)
+    with_auto_axes: Any = jax.sharding.auto_axes(sum_of_parts, out_sharding=out_sharding)
+    return with_auto_axes(a, b)
 
 
 def _parts(sizes: list[int], limit: int) -> tuple[int, ...]:

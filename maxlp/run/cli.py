@@ -253,9 +253,21 @@ def _unknown_override(argv: list[str]) -> str | None:
             if not isinstance(here, ConfigDict):
                 return f"--{name} is unknown; {part!r} is below a value, not a section"
             if part not in here:
+                if name.startswith("config.optimizer.options."):
+                    return f"--{name} {_unknown_option(part, c.optimizer.name, argv)}"
                 return f"--{name} {schema.unknown_key(part, here)}"
             here = here.get(part)
     return None
+
+
+def _unknown_option(key: str, optimizer: str, argv: list[str]) -> str:
+    """The phrase for an unknown key of `optimizer.options`; ``argv`` may override the optimizer's name."""
+    from maxlp.optim.config import OPTIMIZERS, unknown_option  # other commands do not need them
+
+    flag = "config.optimizer.name="
+    given = [word.partition("=")[2] for word in argv if word.lstrip("-").startswith(flag)]
+    name = [optimizer, *given][-1]
+    return unknown_option(key, name) if name in OPTIMIZERS else f"is unknown, as is optimizer.name={name!r}"
 
 
 def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:

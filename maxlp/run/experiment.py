@@ -252,6 +252,8 @@ def describe(e: Experiment, state: State) -> str:
         f"{s.train.total_steps * units:,} {family.unit}",
         f"work: {full:.3g} FLOPs per {family.unit[:-1]} ({causal:.3g} with causal attention)",
     ]
+    if unused := s.optimizer.unused:
+        lines.append("without effect: " + ", ".join(f"optimizer.{key}" for key in unused))
     warmup = fitting_warmup(s.optimizer.warmup_steps, s.train.total_steps)
     if warmup != s.optimizer.warmup_steps:
         lines.append(

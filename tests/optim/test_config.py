@@ -218,6 +218,47 @@ def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):
     assert all(re.search(message, warning) and "\n" not in warning for warning in warnings)
 
 
+@pytest.mark.parametrize(
+    ("changes", "unused"),
+    [
+        ({}, ["final_lr_fraction (schedule=constant)"]),
+        ({"schedule": "cosine"}, []),
+        ({"schedule": "wsd", "name": "lion"}, ["eps (name=lion)"]),
+        (FREE, ["final_lr_fraction (schedule=constant)"]),
+        (
+            {"schedule": "linear", "name": "adafactor"},
+            ["b1 (name=adafactor)", "b2 (name=adafactor)", "eps (name=adafactor)"],
+        ),
+        ({"schedule": "linear", "name": "sgd"}, ["b2 (name=sgd)", "eps (name=sgd)"]),
+    ],
+)
+def test_required_keys_without_effect_are_named(changes, unused):
+    assert optimizer_config(**changes).unused == unused
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_required_keys_change_the_steps_unless_named_as_unused(name):
+    changes = dict(name=name, schedule="constant" if name == "schedule_free_adamw" else "linear")
+    ones = jnp.ones((8, 8))
+    params = {"tok_embed": {"embedding": ones}, "layers": {"attn": {"q_proj": {"kernel": ones}}}}
+    grads = [jnp.sin(jnp.arange(64.0).reshape(8, 8) ** power) for power in (1, 2, 3)]
+
+    def trained(**more):
+        values = dict(warmup_steps=1, clip_norm=3.0, weight_decay=0.1)
+        tx = make_optimizer(total_steps=4, **values | changes | more).tx
+        state, p = tx.init(params), params
+        update = jax.jit(tx.update)
+        for g in grads:
+            updates, state = update(jax.tree.map(lambda _, g=g: g, p), state, p)
+            p = jax.tree.map(jnp.add, p, updates)
+        return jnp.stack(jax.tree.leaves(p))
+
+    others = dict(b1=0.5, b2=0.7, eps=0.1, final_lr_fraction=0.5)
+    plain = trained()
+    without_effect = [key for key, value in others.items() if (trained(**{key: value}) == plain).all()]
+    assert without_effect == [text.split()[0] for text in optimizer_config(**changes).unused]
+
+
 def test_required_keys_have_no_defaults():
     for key in REQUIRED:
         with pytest.raises(TypeError, match=key):

@@ -35,6 +35,10 @@ CHOICE = f"debug.py, line {1 + LINES.index('    return choose(arg, c)')}"
             ["--config.train.seed=3"],
             "--config.train.seed needs --config=PRESET; the command that maxlp.report shows for a run",
         ),
+        (
+            [DEBUG, "--config.optimizer.name=lion", "--config.optimizer.options.nope=1"],
+            "config.optimizer.options.nope is unknown; options of name='lion': mode, smooth_beta",
+        ),
         ([DEBUG, "--config.train.steps=3"], "config.train.steps is unknown (did you mean total_steps?)"),
         ([DEBUG, "--train.steps=3"], "train.steps is unknown; did you mean --config.train.total_steps="),
         ([DEBUG, "train.seed=3"], "train.seed is unknown; did you mean --config.train.seed="),
