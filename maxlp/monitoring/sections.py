@@ -22,6 +22,7 @@ from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
 from maxlp.runtime.messages import counted, format_seconds, rounded
 
 MAX_WIDTH = 108
+AT_CHANCE = 0.01  # the distance of a contrastive loss from that of equal logits
 MAX_ENTRIES = 10  # of a list, such as that of the spikes
 
 Lines = list[tuple[str, str]]  # label, text
@@ -125,6 +126,7 @@ def loss_lines(run: Run) -> Lines:
         last = tail(losses)
         what = f", mean of the last {len(last)} records" if len(last) > 1 else " in the last record"
         lines.append(("train/loss", f"{last.mean():#.5g}{what}"))
+        lines += _chance_lines(run, steps[-len(last) :], last)
         if bad := steps[~np.isfinite(losses)].tolist():
             lines.append(("not finite", f"{counted(len(bad), 'record')}, the first at step {bad[0]:,}"))
     steps, scales = run.series("train/logit_scale")
@@ -136,6 +138,17 @@ def loss_lines(run: Run) -> Lines:
     for prefix in run.evaluations:
         lines += _evaluation_lines(run, prefix)
     return lines
+
+
+def _chance_lines(run: Run, steps: np.ndarray, losses: np.ndarray) -> Lines:
+    """Whether the last losses of a CLIP are all that of equal logits, as when all features are the same."""
+    batch, warmup = run.setting("data", "batch_size"), run.setting("optimizer", "warmup_steps")
+    if run.setting("loss", "kind") != "softmax" or not batch or steps[0] <= (warmup or 0):
+        return []
+    if not np.all(np.abs(losses - math.log(batch)) < AT_CHANCE):
+        return []
+    text = f"the loss is ln(data.batch_size={batch}), as if no text fitted an image better than another; "
+    return [("at chance", text + "a lower learning rate or a longer warm-up may help")]
 
 
 def _evaluation_lines(run: Run, prefix: str) -> Lines:

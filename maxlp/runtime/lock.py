@@ -182,9 +182,22 @@ def _open(path: Path) -> tuple[int, bool | None]:
 
     Returns:
       Its descriptor, and whether the kernel granted the lock; None where the file system has no locks.
+
+    Raises:
+      ValueError: the file is one of another user, to which this user may not write.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # less the umask, as all files of a run
+        try:
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_CREAT, 0o666
+            )  # less the umask, as all files of a run
+        except PermissionError:
+            if not path.exists():
+                raise
+            raise ValueError(
+                f"{path} is the lock of a run of another user, to which this user may not write; if no run "
+                "uses this workdir any more, delete the file"
+            ) from None
         locked: bool | None = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,6 +64,24 @@ def test_the_losses_of_a_diverged_run_are_short(tmp_path):
     assert text["eval/loss"].startswith("1.0000e+30 at ")
 
 
+@pytest.mark.parametrize(
+    ("losses", "loss", "shown"),
+    [
+        ([5.0] + [math.log(64) + 0.005] * 20, dict(kind="softmax"), True),
+        ([5.0] + [math.log(64) + 0.02] * 20, dict(kind="softmax"), False),
+        ([5.0] + [math.log(64)] * 19 + [4.1], dict(kind="softmax"), False),
+        ([math.log(64)] * 2, dict(kind="softmax"), False),  # in the warm-up
+        ([math.log(64)] * 20, dict(kind="sigmoid"), False),
+    ],
+)
+def test_a_contrastive_loss_at_chance_is_named(losses, loss, shown, tmp_path):
+    records = [{"step": 10 * i, "train/loss": value} for i, value in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = dict(data=dict(batch_size=64), optimizer=dict(warmup_steps=20), loss=loss)
+    write_json(tmp_path / "config.json", config)
+    assert ("at chance" in dict(sections.loss_lines(load_run(tmp_path)))) == shown
+
+
 def test_skipped_steps_are_added_up(tmp_path):
     counts = {10: 3.0, 20: 0.0, 30: 1.0}
     records = [{"step": n, "train/loss": 1.0, "train/skipped": count} for n, count in counts.items()]

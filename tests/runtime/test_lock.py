@@ -98,6 +98,21 @@ def test_the_lock_has_the_permissions_of_other_files(tmp_path):
         os.umask(before)
 
 
+def test_a_lock_of_another_user_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    """As earlier versions wrote it: only its owner could. A workdir without a lock is another error."""
+
+    def denied(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", denied)
+    with WorkdirLock(tmp_path) as lock, pytest.raises(PermissionError):
+        lock.acquire()
+    (tmp_path / "lock").write_text("")
+    message = r"lock is the lock of a run of another user, .* delete the file$"
+    with WorkdirLock(tmp_path) as lock, pytest.raises(ValueError, match=message):
+        lock.acquire()
+
+
 def test_what_a_killed_holder_left_half_written_is_removed(tmp_path):
     (tmp_path / "spikes").mkdir()
     for path in (tmp_path / ".run.json.0123abcd.tmp", tmp_path / "spikes" / ".7.json.0123abcd.tmp"):
