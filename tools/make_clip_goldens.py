@@ -16,12 +16,12 @@ Each file holds
 """
 
 import json
-import sys
 
 import numpy as np
 import open_clip
 import torch
 import transformers
+from goldens_folder import goldens_folder
 from open_clip.model import resize_pos_embed
 
 EOS = 63  # the highest id, as in CLIP's vocabulary
@@ -135,5 +135,6 @@ def golden(seed: int, name: str) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
+    folder = goldens_folder()
     for seed, name in enumerate(CASES):
-        np.savez_compressed(f"{sys.argv[1]}/{name}.npz", **golden(seed, name))
+        np.savez_compressed(f"{folder}/{name}.npz", **golden(seed, name))

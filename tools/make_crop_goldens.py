@@ -8,10 +8,10 @@ for some also ``NAME.RESIZE.INTERPOLATION``, the crop with other settings than o
 """
 
 import io
-import sys
 from collections.abc import Callable
 
 import numpy as np
+from goldens_folder import goldens_folder
 from open_clip.transform import image_transform
 from PIL import Image
 
@@ -83,4 +83,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(str(goldens_folder()))

@@ -14,11 +14,10 @@ Each file holds
 * ``grads/NAME``: d loss / d weight for some weights, float32.
 """
 
-import sys
-
 import numpy as np
 import torch
 import transformers
+from goldens_folder import goldens_folder
 
 # H = 16, so the rotary wavelengths are 6, 32, 167, 861, … for theta = 5e5. With an original context of
 # 64 tokens, llama3 scaling keeps the first, interpolates the second and stretches the others by 8, which
@@ -109,6 +108,7 @@ def golden(
 
 
 if __name__ == "__main__":
+    folder = goldens_folder()
     for seed, (name, (seq_len, config)) in enumerate(CASES.items()):
         arrays = golden(transformers.LlamaForCausalLM, llama_config(**config), seed, seq_len)
-        np.savez_compressed(f"{sys.argv[1]}/{name}.npz", **arrays)
+        np.savez_compressed(f"{folder}/{name}.npz", **arrays)

@@ -7,10 +7,9 @@ The file has the arrays that `tools/make_llama_goldens.py` describes. The heads 
 as the model, whose embeddings are tied, as in the small Qwen3.
 """
 
-import sys
-
 import numpy as np
 import transformers
+from goldens_folder import goldens_folder
 from make_llama_goldens import golden
 
 GRADS = (
@@ -25,6 +24,7 @@ GRADS = (
 
 
 if __name__ == "__main__":
+    folder = goldens_folder()
     config = transformers.Qwen3Config(
         vocab_size=96,
         hidden_size=32,
@@ -40,4 +40,4 @@ if __name__ == "__main__":
         attn_implementation="eager",
     )
     arrays = golden(transformers.Qwen3ForCausalLM, config, seed=0, seq_len=48, grads=GRADS)
-    np.savez_compressed(f"{sys.argv[1]}/qwen3.npz", **arrays)
+    np.savez_compressed(f"{folder}/qwen3.npz", **arrays)
