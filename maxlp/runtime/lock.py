@@ -188,9 +188,8 @@ def _open(path: Path) -> tuple[int, bool | None]:
     """
     while True:
         try:
-            descriptor = os.open(
-                path, os.O_RDWR | os.O_CREAT, 0o666
-            )  # less the umask, as all files of a run
+            # Less the umask, as all files of a run.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except PermissionError:
             if not path.exists():
                 raise
