@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint
 
-from maxlp.runtime.writers import read_jsonl
+from maxlp.monitoring.run_record import read_jsonl
 
 
 def losses(workdir: Path) -> dict[int, float]:

@@ -25,11 +25,11 @@ from maxlp import train
 from maxlp.data import text
 from maxlp.data.images import encode_png
 from maxlp.monitoring import curves, run_record, sections
+from maxlp.monitoring.run_record import read_jsonl
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
-from maxlp.runtime.writers import read_jsonl
 from tests.run_outputs import arrays, checkpoint, losses, records
 from tests.training_runs import ROOT, environments, finish, shown, start
 

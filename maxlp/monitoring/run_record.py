@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from maxlp.monitoring.spike_records import recorded_spikes
 from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
-from maxlp.runtime.writers import read_jsonl
+from maxlp.runtime.writers import parse_lines
 
 _NONE = type(None)
 _NUMBERS = {  # those that a report computes with, by section of the config
@@ -180,6 +181,28 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         checkpoints=_list_checkpoints(workdir / "checkpoints"),
         spike_records=recorded_spikes(workdir),
     )
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the records of a ``metrics.jsonl`` in order.
+
+    A last line truncated by a crash is skipped, other lines that are not records are reported; a missing
+    file has no records.
+
+    Raises:
+      ValueError: a value that is not a number.
+    """
+    records = []
+    for _, record in parse_lines(Path(path)):
+        if record is None:
+            continue
+        for name, value in record.items():
+            if not isinstance(value, int | float):
+                found = f"{name} of step {record['step']} is {value!r}, not a number"
+                raise ValueError(f"{path}: {found}; correct or delete the line")
+        # One copy of each name: half of the memory for hundreds of thousands of records.
+        records.append({sys.intern(name): value for name, value in record.items()})
+    return records
 
 
 def _read_json(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:

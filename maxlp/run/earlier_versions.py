@@ -10,15 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlp import families, schema
-from maxlp.monitoring.spikes import SpikeConfig
-from maxlp.optim.config import OPTIMIZERS, OptimizerConfig
-from maxlp.parallel import sharding
-from maxlp.precision import PrecisionConfig
+from maxlp.optim.config import OPTIMIZERS
+from maxlp.run import settings
 from maxlp.run.config import RENAMED
-from maxlp.run.settings import WRITER_ARGUMENTS, TrainConfig
-from maxlp.runtime.checkpoint import Checkpointer
-from maxlp.runtime.profiler import Profiler
-from maxlp.runtime.writers import MetricWriter
 
 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,25 +50,8 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
             data[key] = data[key].replace("heldout", "validation")
     if (family := config["model"].get("name")) not in families.FAMILIES:
         return config
-    known = sections(families.get(family))
+    known = settings.sections(families.get(family))
     return {name: _with_defaults(known[name], v) if name in known else v for name, v in config.items()}
-
-
-def sections(family: families.Family) -> dict[str, Callable]:
-    """Whose arguments are the keys of each section of a config."""
-    return dict(
-        model=family.Model,
-        precision=PrecisionConfig,
-        mesh=sharding.make_mesh,
-        optimizer=OptimizerConfig,
-        data=family.Data,
-        loss=family.Loss,
-        train=TrainConfig,
-        spikes=SpikeConfig,
-        checkpoint=Checkpointer,
-        metrics=MetricWriter,
-        profile=Profiler,
-    )
 
 
 def _with_defaults(function: Callable, values: Any) -> Any:
@@ -89,7 +66,7 @@ def _with_defaults(function: Callable, values: Any) -> Any:
         if kinds and name in values and type(None) not in members:
             values[name] = _with_defaults(kinds[0], value)
         # An optional section is off, or has its own values.
-        elif kinds or not isinstance(default, str | int | float | tuple) or name in WRITER_ARGUMENTS:
+        elif kinds or not isinstance(default, str | int | float | tuple):
             continue
         elif name not in values or (value is None and not schema.fits(None, hint)):
             values[name] = default

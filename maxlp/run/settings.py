@@ -30,7 +30,12 @@ SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
     *("spikes", "checkpoint", "metrics", "profile"),
 )
-WRITER_ARGUMENTS = ("workdir", "total_steps", "resume_step", "run_config")
+SUPPLIED = {  # arguments that a command supplies, by section
+    "mesh": ("devices",),
+    "checkpoint": ("directory", "on_complete"),
+    "metrics": ("workdir", "total_steps", "resume_step", "run_config"),
+    "profile": ("workdir",),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -357,19 +362,29 @@ def read(c: ConfigDict) -> Settings:
         if name not in SECTIONS:
             raise ConfigError(f"config.{name} is unknown; sections: {', '.join(SECTIONS)}")
     family, model, model_precision = read_model(c)
-    return Settings(
-        family=family,
-        model=model,
-        precision=model_precision,
-        mesh=bind(sharding.make_mesh, "mesh", c.mesh, "devices").keywords,
-        optimizer=call(OptimizerConfig, "optimizer", c.optimizer),
-        data=call(family.Data, "data", c.data),
-        loss=call(family.Loss, "loss", c.loss),
-        train=call(TrainConfig, "train", c.train),
-        spikes=call(SpikeConfig, "spikes", c.spikes),
-        checkpoint=bind(Checkpointer, "checkpoint", c.checkpoint, "directory", "on_complete"),
-        metrics=bind(MetricWriter, "metrics", c.metrics, *WRITER_ARGUMENTS),
-        profile=bind(Profiler, "profile", c.profile, "workdir"),
+    values: dict[str, Any] = {"model": model, "precision": model_precision}
+    for name, function in sections(family).items():
+        if name in SUPPLIED:
+            values[name] = bind(function, name, c[name], *SUPPLIED[name])
+        elif name not in values:
+            values[name] = call(function, name, c[name])
+    return Settings(family=family, **values | {"mesh": values["mesh"].keywords})
+
+
+def sections(family: Family) -> dict[str, Callable]:
+    """What each section of a config configures: its keys are the arguments, without those of `SUPPLIED`."""
+    return dict(
+        model=family.Model,
+        precision=PrecisionConfig,
+        mesh=sharding.make_mesh,
+        optimizer=OptimizerConfig,
+        data=family.Data,
+        loss=family.Loss,
+        train=TrainConfig,
+        spikes=SpikeConfig,
+        checkpoint=Checkpointer,
+        metrics=MetricWriter,
+        profile=Profiler,
     )
 
 

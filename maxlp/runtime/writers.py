@@ -75,7 +75,7 @@ class MetricWriter:
         workdir: str | os.PathLike[str],
         *,
         total_steps: int | None,
-        resume_step: int = 0,
+        resume_step: int,
         run_config: Mapping[str, Any] | None = None,
         console: bool = True,
         tensorboard: bool = True,
@@ -130,7 +130,7 @@ class JsonlWriter:
         if path.exists():
             # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
-            lines = _parse_lines(path)
+            lines = parse_lines(path)
             kept = (line + b"\n" for line, record in lines if record is None or record["step"] <= last)
             with files.replacing(path) as file:
                 file.writelines(kept)
@@ -145,29 +145,7 @@ class JsonlWriter:
             self._file.close()
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the records of a ``metrics.jsonl`` in order.
-
-    A last line truncated by a crash is skipped, other lines that are not records are reported; a missing
-    file has no records.
-
-    Raises:
-      ValueError: a value that is not a number.
-    """
-    records = []
-    for _, record in _parse_lines(Path(path)):
-        if record is None:
-            continue
-        for name, value in record.items():
-            if not isinstance(value, int | float):
-                found = f"{name} of step {record['step']} is {value!r}, not a number"
-                raise ValueError(f"{path}: {found}; correct or delete the line")
-        # One copy of each name: half of the memory for hundreds of thousands of records.
-        records.append({sys.intern(name): value for name, value in record.items()})
-    return records
-
-
-def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line and its record, or None and a warning if it is not one; without a truncated last line.
 
     They are read one by one: the file of a long run takes several times its size in memory.

@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from maxlp import families
-from maxlp.run import changes, earlier_versions, run_dir, same_model
+from maxlp.run import changes, run_dir, same_model
 from maxlp.run.config import ConfigError
-from maxlp.run.settings import SECTIONS, WRITER_ARGUMENTS
+from maxlp.run.settings import SECTIONS, SUPPLIED, sections
 from tests.run.fixtures import changed, load
 
 # By section and family; keys of a nested section are those of the whole.
@@ -62,17 +62,11 @@ def test_a_record_without_a_state_of_the_data_is_passed_over(tmp_path):
 
 def schema() -> dict[str, set[str]]:
     """The keys of every section, by the class or function that the section configures."""
-    later = dict(
-        mesh={"devices"},
-        checkpoint={"directory", "on_complete"},
-        metrics={*WRITER_ARGUMENTS},
-        profile={"workdir"},
-    )
     found = {}
     for family in families.FAMILIES:
-        for section, function in earlier_versions.sections(families.get(family)).items():
+        for section, function in sections(families.get(family)).items():
             name = f"{family} {section}" if section in ("model", "data", "loss") else section
-            found[name] = set(inspect.signature(function).parameters) - later.get(section, set())
+            found[name] = set(inspect.signature(function).parameters) - {*SUPPLIED.get(section, ())}
         found[f"{family} model"].add("name")
     return found
 
@@ -217,14 +211,14 @@ def test_a_key_that_the_run_did_not_have_yet_is_no_change_at_its_default(run, fa
 
     def with_defaults(section, values):
         for name, parameter in inspect.signature(section).parameters.items():
-            if isinstance(parameter.default, bool | int | float | str) and name != "resume_step":
+            if isinstance(parameter.default, bool | int | float | str):
                 yield name, values.get(name), parameter.default
 
     c = load("debug", family=family)
     old = json.loads(c.to_json_best_effort())
     removed = [
         f"{name}.{key}"
-        for name, section in earlier_versions.sections(families.get(family)).items()
+        for name, section in sections(families.get(family)).items()
         for key, value, default in with_defaults(section, old[name])
         if value in (None, default) and old[name].pop(key, "absent") != "absent"
     ]

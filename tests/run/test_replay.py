@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxlp.monitoring.rollback import read_rollbacks
+from maxlp.monitoring.run_record import read_jsonl
 from maxlp.monitoring.spike_records import Crossing, read_record
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.run import late_phase, reopen, replay
@@ -17,7 +18,6 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from maxlp.runtime import manifest
 from maxlp.runtime.checkpoint import StepInfo
-from maxlp.runtime.writers import read_jsonl
 from tests.monitoring.fixtures import write_rollback, write_spike
 from tests.run.fixtures import changed, load
 from tests.run_outputs import losses

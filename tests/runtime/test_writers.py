@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from maxlp.monitoring.run_record import read_jsonl
 from maxlp.runtime import distributed, writers
 
 
 @contextlib.contextmanager
 def writer(workdir, **changes):
     w = writers.MetricWriter(
-        workdir, **({"total_steps": 6, "console": False, "tensorboard": False} | changes)
+        workdir, **(dict(total_steps=6, resume_step=0, console=False, tensorboard=False) | changes)
     )
     yield w
     w.close()
@@ -39,7 +40,7 @@ def write_steps(workdir, steps, resume_step):
 
 
 def without_time(path):
-    return [{k: v for k, v in r.items() if k != "time"} for r in writers.read_jsonl(path)]
+    return [{k: v for k, v in r.items() if k != "time"} for r in read_jsonl(path)]
 
 
 def test_a_file_cut_off_at_any_byte_and_resumed_equals_an_uninterrupted_one(tmp_path):
@@ -62,16 +63,16 @@ def test_a_fresh_start_repeats_step_zero(tmp_path):
     for _ in range(2):
         with writer(tmp_path) as w:
             w.write(0, {"eval/loss": 5.0})
-    assert len(writers.read_jsonl(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_reading_reports_lines_that_are_not_records_and_keeps_nan(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    assert writers.read_jsonl(path) == []
+    assert read_jsonl(path) == []
     with writer(tmp_path) as w:
         w.write(1, {"train/loss": jnp.nan, "train/grad_norm": np.inf})
     path.write_bytes(path.read_bytes() + b'7\n\x00\x00\n{"no": 1}\n{"step": "2"}\n{"step": 2, "train/lo')
-    (record,) = writers.read_jsonl(path)
+    (record,) = read_jsonl(path)
     assert math.isnan(record["train/loss"]) and record["train/grad_norm"] == math.inf
     assert caplog.messages == [f"{path}: ignored 4 of 5 lines, which are not records; the first is line 2"]
 
@@ -94,7 +95,7 @@ def test_a_resume_needs_less_memory_than_the_file_and_records_share_their_names(
     write_steps(tmp_path, [], 1500)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    first, *_, last = records = writers.read_jsonl(path)
+    first, *_, last = records = read_jsonl(path)
     assert len(records) == 1501 and size * 3 // 4 < path.stat().st_size < size
     assert peak < size / 10
     assert list(map(id, first)) == list(map(id, last))
@@ -104,13 +105,13 @@ def test_a_value_that_is_no_number_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train/loss": "abc"}\n')
     with pytest.raises(ValueError, match=rf"^{path}: train/loss of step 3 is 'abc', not a number; correct"):
-        writers.read_jsonl(path)
+        read_jsonl(path)
 
 
 def test_each_record_is_on_disk_immediately(tmp_path):
     with writer(tmp_path) as w:
         w.write(1, {"train/loss": 2.0})
-        assert [r["step"] for r in writers.read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+        assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_values_must_be_scalars(tmp_path):
