@@ -12,7 +12,6 @@ the step is Adam's.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
+from maxlp.optim.config import OptimizerConfig, OptimizerKind
 from maxlp.optim.stable_adamw import divide_decay
 from maxlp.optim.tree_utils import find_states, layer_axes, leaf_name, over_tensor, per_tensor, widened
 from maxlp.schema import NotNegative, PositiveFraction
@@ -87,13 +86,6 @@ def scale_by_adamp(
     return optax.GradientTransformation(init, update)
 
 
-def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
-    """The keys that AdamP cannot work with."""
-    if config.galore is not None:
-        reason = "it compares whole gradients with weights; set galore.rank=0"
-        yield "galore.rank", config.galore.rank, reason
-
-
 def _decay(
     config: OptimizerConfig, rescale: optax.GradientTransformation, decay: optax.GradientTransformation
 ) -> tuple[optax.GradientTransformation, ...]:
@@ -132,4 +124,9 @@ def _tangent(
     return step - direction * dot(direction, step), over_tensor(largest < delta / size**0.5, w)
 
 
-ADAMP = OptimizerKind(scale_by=scale_by_adamp, conflicts=_conflicts, decay=_decay, second_moment=AdamPState)
+ADAMP = OptimizerKind(
+    scale_by=scale_by_adamp,
+    not_galore="it compares whole gradients with weights",
+    decay=_decay,
+    second_moment=AdamPState,
+)

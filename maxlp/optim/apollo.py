@@ -12,7 +12,6 @@ There is no SVD, and P is computed from the seed when it is needed. The RMS of a
 that of Adam's, times `scale`.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, cast
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, matches, over_tensor, widened
 from maxlp.schema import Count, OneOf, Positive, Range, Seed
 
@@ -126,12 +125,6 @@ def scale_by_apollo_mini(
     )
 
 
-def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
-    """The keys that APOLLO cannot work with."""
-    if config.galore is not None:
-        yield "galore.rank", config.galore.rank, "it projects gradients itself; set galore.rank=0"
-
-
 def _is_target(norm: Any) -> bool:
     return not isinstance(norm, optax.MaskedNode)
 
@@ -170,5 +163,7 @@ def _shrinking(u: jax.Array, norm: Any, growth: float) -> Any:
     return jnp.where(norm > 0, jnp.minimum(1.0, growth * norm / jnp.maximum(_norm(u), norm)), 1.0)
 
 
-APOLLO = OptimizerKind(scale_by=scale_by_apollo, conflicts=_conflicts, matmuls="once")
-APOLLO_MINI = OptimizerKind(scale_by=scale_by_apollo_mini, conflicts=_conflicts, matmuls="once")
+APOLLO, APOLLO_MINI = (
+    OptimizerKind(scale_by=scale_by, not_galore="it projects gradients itself", matmuls="once")
+    for scale_by in (scale_by_apollo, scale_by_apollo_mini)
+)

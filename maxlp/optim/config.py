@@ -53,7 +53,9 @@ class OptimizerKind:
     Attributes:
       scale_by: makes its rescaling; its parameters are those of `SHARED` that it needs, and its own
         options.
-      conflicts: an `OptimizerConfig` to the values in it that cannot be combined with the optimizer.
+      conflicts: an `OptimizerConfig` to further values in it that cannot be combined with the optimizer.
+      not_galore: why it takes whole gradients, which GaLore projects; "" if it need not.
+      only_moment: the moment that it has, if it has only one.
       decay: (config, rescale, decay) to the transformations that `make_tx` chains: these two, or a single
         one if the decay depends on the rescaling.
       last_rms: the optimizer's state to RMS_t of the last update, by parameter; None if it does not keep
@@ -69,6 +71,8 @@ class OptimizerKind:
 
     scale_by: Callable[..., optax.GradientTransformation]
     conflicts: Callable[["OptimizerConfig"], Iterable[Conflict]] = lambda config: ()
+    not_galore: str = ""
+    only_moment: Literal["mu", "nu"] | None = None
     decay: Callable[..., tuple[optax.GradientTransformation, ...]] = lambda config, *chained: chained
     last_rms: Callable[[optax.OptState], optax.Updates] | None = None
     second_moment: type | None = None
@@ -251,6 +255,14 @@ class OptimizerConfig:
                 "measures the noise of whole gradients, not of projected ones; set galore.rank=0"
             )
         conflicts = [*self.kind.conflicts(self)]
+        if self.galore is not None and self.kind.not_galore:
+            reason = f"{self.kind.not_galore}; set galore.rank=0"
+            conflicts.append(("galore.rank", self.galore.rank, reason))
+        own, low_bit = self.kind.only_moment, self.low_bit
+        if own and low_bit is not None and getattr(low_bit, own) == "float32":
+            other, which = ("nu", "second") if own == "mu" else ("mu", "first")
+            reason = f"it has no {which} moment; set low_bit.{own}"
+            conflicts.append((f"low_bit.{other}", getattr(low_bit, other), reason))
         if self.adascale is not None and self.name != "sgd":
             reason = "its steps are normalized, so they grow with the batch already; set name='sgd'"
             conflicts.append(("adascale", self.adascale, reason))

@@ -12,8 +12,6 @@ def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
     beta, mode = (config.options.get(key) for key in ("smooth_beta", "mode"))
     if beta is not None and mode != "smooth":
         yield "options.smooth_beta", beta, "its mode is not smooth; set options.mode='smooth'"
-    if config.low_bit is not None and config.low_bit.mu == "float32":
-        yield "low_bit.nu", config.low_bit.nu, "it has no second moment; set low_bit.mu"
 
 
-LION = OptimizerKind(scale_by=optax.scale_by_lion, conflicts=_conflicts, like_params=True)
+LION = OptimizerKind(scale_by=optax.scale_by_lion, conflicts=_conflicts, only_moment="mu", like_params=True)

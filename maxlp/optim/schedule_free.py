@@ -34,8 +34,6 @@ def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
         yield "param_rounding", config.param_rounding, reason
     if config.offload:
         yield "offload", config.offload, "its average is evaluated on the device; set offload=False"
-    if config.low_bit is not None and config.low_bit.nu == "float32":
-        yield "low_bit.mu", config.low_bit.mu, "it has no first moment; set low_bit.nu"
 
 
 def eval_part(opt_state: Any) -> Any:
@@ -60,6 +58,7 @@ def eval_part(opt_state: Any) -> Any:
 SCHEDULE_FREE_ADAMW = OptimizerKind(
     scale_by=scale_by_debiased_rms,
     conflicts=_conflicts,
+    only_moment="nu",
     # The type of the rescaling's state, which optax does not export.
     second_moment=type(jax.eval_shape(scale_by_debiased_rms().init, ())),
     averages=True,

@@ -1,11 +1,10 @@
 """Stochastic gradient descent with momentum."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import optax
 
-from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
+from maxlp.optim.config import OptimizerKind
 
 
 class MomentumState(NamedTuple):
@@ -39,10 +38,4 @@ def scale_by_momentum(
     return optax.GradientTransformation(init, update)
 
 
-def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
-    """The keys that SGD cannot work with."""
-    if config.low_bit is not None and config.low_bit.mu == "float32":
-        yield "low_bit.nu", config.low_bit.nu, "it has no second moment; set low_bit.mu"
-
-
-SGD = OptimizerKind(scale_by=scale_by_momentum, conflicts=_conflicts, like_params=True)
+SGD = OptimizerKind(scale_by=scale_by_momentum, only_moment="mu", like_params=True)

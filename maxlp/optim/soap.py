@@ -23,14 +23,14 @@ gathers the bases, one layer at a time.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.parallel.by_layers import LikeParams, by_layer, gather_back, keep_spread, spread
@@ -92,12 +92,6 @@ def scale_by_soap(
     sides = functools.partial(_no_side, longest=max_precond_dim, one_sided=one_sided)
     soap = _soap(b1, b2, eps, mu_dtype, precondition_frequency, sides)
     return by_target({"soap": soap, "adam": optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)}, targets)
-
-
-def _conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
-    """The keys that SOAP cannot work with."""
-    if config.galore is not None:
-        yield "galore.rank", config.galore.rank, "its bases are those of whole gradients; set galore.rank=0"
 
 
 def _soap(
@@ -210,7 +204,7 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 SOAP = OptimizerKind(
     scale_by=scale_by_soap,
-    conflicts=_conflicts,
+    not_galore="its bases are those of whole gradients",
     second_moment=optax.ScaleByAdamState,  # that of all other parameters
     matmuls="once",
     moves=3,
