@@ -145,11 +145,8 @@ class QuantDot(nnx.Module):
         return InputForms(x, q_x, sampled, amaxes)
 
     def _amaxes(self, tensor: str, x: jax.Array) -> "Amaxes":
-        if tensor not in self.recipe.delayed:
-            return Amaxes()
-        current = amax(jax.lax.stop_gradient(x))
-        history = self.histories[tensor][...]
-        return Amaxes(delayed.delayed_amax(history, current, self.recipe.cold_start), current)
+        history = self.histories[tensor][...] if tensor in self.recipe.delayed else None
+        return Amaxes.of(jax.lax.stop_gradient(x), history, self.recipe)
 
 
 class Amaxes(NamedTuple):
@@ -162,6 +159,14 @@ class Amaxes(NamedTuple):
 
     for_scale: jax.Array | None = None
     current: jax.Array | None = None
+
+    @classmethod
+    def of(cls, x: jax.Array, history: jax.Array | None, recipe: Recipe) -> "Amaxes":
+        """Those of ``x``, whose history (H,) is that of earlier steps."""
+        if history is None:
+            return cls()
+        current = amax(x)
+        return cls(delayed.delayed_amax(history, current, recipe.cold_start), current)
 
 
 class InputForms(NamedTuple):
@@ -230,13 +235,10 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
 
 def _backward(static: Static, residuals, g):
     saved, amaxes, history = residuals
-    current, grad_amax, new_history = None, None, None
-    if history is not None:
-        current = amax(g)
-        grad_amax = delayed.delayed_amax(history, current, static.recipe.cold_start)
-        new_history = delayed.push(history, current)
-    amaxes_and_grad = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
-    g = _quantized_once(static.recipe, g, grad_amax)
+    of_grad = Amaxes.of(g, history, static.recipe)
+    new_history = None if history is None else delayed.push(history, of_grad.current)
+    amaxes_and_grad = amaxes | {"output_grad": of_grad.for_scale, "output_grad_now": of_grad.current}
+    g = _quantized_once(static.recipe, g, of_grad.for_scale)
     dx = input_gradient(static, saved, g, amaxes_and_grad)
     dkernel = kernel_gradient(static, saved, g, amaxes_and_grad)
     return dx, dkernel, None, None, None, new_history

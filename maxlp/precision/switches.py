@@ -136,11 +136,8 @@ def _backward(static, residuals, cotangents):
     x, kernel, amaxes, history, on = residuals
     g, _ = cotangents
     recipe, dtype = static.recipe, static.in_dtype
-    current, grad_amax = None, None
-    if history is not None:
-        current = dot.amax(g)
-        grad_amax = delayed.delayed_amax(history, current, recipe.cold_start)
-    amaxes = amaxes | {"output_grad": grad_amax, "output_grad_now": current}
+    of_grad = dot.Amaxes.of(g, history, recipe)
+    amaxes = amaxes | {"output_grad": of_grad.for_scale, "output_grad_now": of_grad.current}
     tokens = tuple(range(g.ndim - 1))
     x_sharding, kernel_sharding = explicit_sharding(x), explicit_sharding(kernel)
 
