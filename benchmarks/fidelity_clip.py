@@ -33,10 +33,10 @@ from configs.clip import debug
 from maxlp.core.gradients import Batch, Metrics
 from maxlp.core.train_state import State
 from maxlp.families.clip.encoder import Encoder
+from maxlp.monitoring.run_record import read_jsonl
 from maxlp.nn.stack import apply_stack
 from maxlp.optim.stable_adamw import last_rms
 from maxlp.run.experiment import Experiment
-from maxlp.runtime.writers import read_jsonl
 
 # --- the debug config in every precision --------------------------------------------------------------
 
@@ -241,7 +241,12 @@ class Recorder:
 
         c = self.encoder
         y_BSD, self.sizes = apply_stack(
-            blocks, x_BSD, call, num_layers=c.num_layers, scan=c.scan_layers, remat=c.remat
+            blocks,
+            x_BSD,
+            call,
+            num_layers=c.sizes.num_layers,
+            scan=c.model.scan_layers,
+            remat=c.model.remat,
         )
         return y_BSD
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from maxlp import schema
 from maxlp.nn import attention, layers, stack
 from maxlp.parallel import sharding
 from maxlp.parallel.sharding import constrain, gather_sequence, split_sequence
+
+if TYPE_CHECKING:
+    from maxlp.families.clip.model import CLIPConfig
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
@@ -78,32 +81,33 @@ INITS: dict[str, dict[str, Callable[[int, int, int], Init]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Makes and runs the blocks of one tower; `model.CLIPConfig` explains the fields.
+    """Makes and runs the blocks of one tower.
 
     Attributes:
-      tower: a key of the entries of `INITS`.
+      model: the config of the whole model.
+      tower: "visual" or "text".
     """
 
+    model: "CLIPConfig"
     tower: str
-    width: int
-    num_layers: int
-    num_heads: int
-    mlp_dim: int
-    causal: bool
-    act: str
-    norm_eps: float
-    layer_scale: float | None
-    qk_norm: bool
-    init: str
-    dtype: jnp.dtype
-    param_dtype: jnp.dtype
-    attention: str
-    scan_layers: bool
-    remat: str
+
+    @property
+    def sizes(self) -> Any:
+        """The tower's own section of the config."""
+        return getattr(self.model, self.tower)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.model.dtype)
+
+    @property
+    def param_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.model.param_dtype)
 
     @property
     def block_init(self) -> Init:
-        return INITS[self.init][self.tower](self.width, self.mlp_dim, self.num_layers)
+        c = self.sizes
+        return INITS[self.model.init][self.tower](c.width, c.mlp_dim, c.num_layers)
 
     def linear(self, in_dim: int, out_dim: int, axes: layers.Axes, rngs: nnx.Rngs, **how) -> layers.Linear:
         return layers.Linear(
@@ -111,13 +115,13 @@ class Encoder:
         )
 
     def norm(self, dim: int) -> layers.LayerNorm:
-        return layers.LayerNorm(dim, eps=self.norm_eps, param_dtype=self.param_dtype)
+        return layers.LayerNorm(dim, eps=self.model.norm_eps, param_dtype=self.param_dtype)
 
     def branch_scale(self) -> layers.LayerScale | None:
         """The learned gain of a residual branch."""
-        if self.layer_scale is None:
+        if self.model.layer_scale is None:
             return None
-        return layers.LayerScale(self.width, self.layer_scale, param_dtype=self.param_dtype)
+        return layers.LayerScale(self.sizes.width, self.model.layer_scale, param_dtype=self.param_dtype)
 
     def vectors(self, draw: layers.Draw, std: float, shape: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Param:
         """Learned vectors of the residual stream: position embeddings, a class token."""
@@ -125,7 +129,7 @@ class Encoder:
         return layers.param(values.astype(self.param_dtype), (*(None,) * (len(shape) - 1), "norm"))
 
     def make_blocks(self, rngs: nnx.Rngs) -> "Block":
-        return stack.stack(lambda rngs: Block(self, rngs), self.num_layers, rngs)
+        return stack.stack(lambda rngs: Block(self, rngs), self.sizes.num_layers, rngs)
 
     def run(self, blocks: "Block", x_BSD: jax.Array) -> jax.Array:
         S = x_BSD.shape[1]
@@ -134,9 +138,9 @@ class Encoder:
                 blocks,
                 split_sequence(join_rows(x_BSD)),
                 lambda block, x_BSD, *_: (block(x_BSD, S), None),
-                num_layers=self.num_layers,
-                scan=self.scan_layers,
-                remat=self.remat,
+                num_layers=self.sizes.num_layers,
+                scan=self.model.scan_layers,
+                remat=self.model.remat,
             )[0]
             return y_BSD.reshape(x_BSD.shape)
 
@@ -176,17 +180,17 @@ class Attention(nnx.Module):
     """Multi-head attention, optionally with norms of queries and keys (ViT-22B, arXiv:2302.05442)."""
 
     def __init__(self, c: Encoder, rngs: nnx.Rngs):
-        D, init = c.width, c.block_init
+        D, N, init = c.sizes.width, c.sizes.num_heads, c.block_init
         into = dict(draw=init.draw, std=init.qkv)
         self.q_proj = c.linear(D, D, ("embed", "q_heads"), rngs, bias="q_heads", **into)
         self.k_proj = c.linear(D, D, ("embed", "kv_heads"), rngs, bias="kv_heads", **into)
         self.v_proj = c.linear(D, D, ("embed", "kv_heads"), rngs, bias="kv_heads", **into)
         self.o_proj = c.linear(D, D, ("q_heads", "embed"), rngs, bias="norm", draw=init.draw, std=init.out)
-        self.q_norm = c.norm(D // c.num_heads) if c.qk_norm else None
-        self.k_norm = c.norm(D // c.num_heads) if c.qk_norm else None
-        self.num_heads = c.num_heads
-        self.causal = c.causal
-        self.attend = attention.kernel(c.attention)
+        self.q_norm = c.norm(D // N) if c.model.qk_norm else None
+        self.k_norm = c.norm(D // N) if c.model.qk_norm else None
+        self.num_heads = N
+        self.causal = c.sizes.causal
+        self.attend = attention.kernel(c.model.attention)
 
     def heads(self, y_BSD: jax.Array, S: int, norm: layers.LayerNorm | None = None) -> jax.Array:
         """N · H features of B rows, possibly joined, to (B, S, N, H), normed if there is a norm."""
@@ -208,12 +212,12 @@ class Mlp(nnx.Module):
     """``down(act(up(x)))``."""
 
     def __init__(self, c: Encoder, rngs: nnx.Rngs):
-        D, F, init = c.width, c.mlp_dim, c.block_init
+        D, F, init = c.sizes.width, c.sizes.mlp_dim, c.block_init
         up = dict(bias="mlp", draw=init.draw, std=init.up, bias_std=init.up_bias)
         down = dict(bias="norm", draw=init.draw, std=init.down, bias_std=init.down_bias)
         self.up_proj = c.linear(D, F, ("embed", "mlp"), rngs, **up)
         self.down_proj = c.linear(F, D, ("mlp", "embed"), rngs, **down)
-        self.act = ACTIVATIONS[c.act]
+        self.act = ACTIVATIONS[c.model.act]
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up_BSF = self.up_proj(x_BSD)
@@ -224,9 +228,9 @@ class Block(stack.Block):
     """Attention and MLP, each behind a norm and around a residual, optionally with layer-scales."""
 
     def __init__(self, c: Encoder, rngs: nnx.Rngs):
-        self.attn_norm = c.norm(c.width)
+        self.attn_norm = c.norm(c.sizes.width)
         self.attn = Attention(c, rngs)
-        self.mlp_norm = c.norm(c.width)
+        self.mlp_norm = c.norm(c.sizes.width)
         self.mlp = Mlp(c, rngs)
         self.attn_scale = c.branch_scale()
         self.mlp_scale = c.branch_scale()

@@ -126,35 +126,14 @@ class CLIPConfig:
     def preprocessing(self) -> images.Preprocessing:
         return images.Preprocessing(self.image_resize, self.image_interpolation)
 
-    def encoder(self, tower: str, sizes: VisualConfig | TextConfig, causal: bool) -> Encoder:
-        """The blocks of a tower, "visual" or "text"."""
-        return Encoder(
-            tower=tower,
-            width=sizes.width,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            mlp_dim=sizes.mlp_dim,
-            causal=causal,
-            act=self.act,
-            norm_eps=self.norm_eps,
-            layer_scale=self.layer_scale,
-            qk_norm=self.qk_norm,
-            init=self.init,
-            dtype=jnp.dtype(self.dtype),
-            param_dtype=jnp.dtype(self.param_dtype),
-            attention=self.attention,
-            scan_layers=self.scan_layers,
-            remat=self.remat,
-        )
-
 
 class TextTower(nnx.Module):
     """Token ids to joint features."""
 
-    def __init__(self, config: TextConfig, encoder: Encoder, embed_dim: int, rngs: nnx.Rngs):
-        c, e = config, encoder
-        self.config, self.encoder = config, encoder
-        token_std, position_std = (0.02, 0.01) if e.init == "clip" else (c.width**-0.5, c.width**-0.5)
+    def __init__(self, encoder: Encoder, rngs: nnx.Rngs):
+        c, e = encoder.sizes, encoder
+        self.config, self.encoder = c, e
+        token_std, position_std = (0.02, 0.01) if e.model.init == "clip" else (c.width**-0.5, c.width**-0.5)
         self.tok_embed = layers.Embed(
             c.vocab_size,
             c.width,
@@ -168,7 +147,7 @@ class TextTower(nnx.Module):
         self.final_norm = e.norm(c.width)
         self.proj = e.linear(
             c.width,
-            embed_dim,
+            e.model.embed_dim,
             ("embed", "joint"),
             rngs,
             draw=layers.normal,
@@ -206,8 +185,8 @@ class CLIP(nnx.Module):
     def __init__(self, config: CLIPConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         param_dtype = jnp.dtype(c.param_dtype)
-        self.visual = ImageTower(c.visual, c.encoder("visual", c.visual, causal=False), c.embed_dim, rngs)
-        self.text = TextTower(c.text, c.encoder("text", c.text, causal=c.text.causal), c.embed_dim, rngs)
+        self.visual = ImageTower(Encoder(model=c, tower="visual"), rngs)
+        self.text = TextTower(Encoder(model=c, tower="text"), rngs)
         self.logit_scale = layers.param(jnp.asarray(c.logit_scale, param_dtype), ())
         self.logit_bias = (
             None if c.logit_bias is None else layers.param(jnp.asarray(c.logit_bias, param_dtype), ())

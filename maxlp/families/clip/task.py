@@ -137,13 +137,12 @@ def flops_per_unit(
     weights, scores = visual.pool_products
     full += per_weight * weights + 6 * scores
     causal = full
-    towers = (visual, visual.train_seq_len, False), (text, data.text_len, text.causal)
-    for tower, tokens, is_causal in towers:
+    for tower, tokens in ((visual, visual.train_seq_len), (text, data.text_len)):
         weights = 4 * tower.width**2 + 2 * tower.width * tower.mlp_dim
         matmuls = per_weight * tokens * tower.num_layers * weights
         scores = 12 * tokens**2 * tower.num_layers * tower.width
         full += matmuls + scores
-        causal += matmuls + (scores / 2 if is_causal else scores)
+        causal += matmuls + (scores / 2 if tower.causal else scores)
     return full, causal
 
 

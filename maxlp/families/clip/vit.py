@@ -9,7 +9,7 @@ N heads · H head dim · E joint dim.
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ class VisualConfig:
     patch_bias: bool
     proj: bool
     patch_dropout: Annotated[float, Range(at_least=0, below=1)]
+    causal: ClassVar[bool] = False
 
     def __post_init__(self):
         check_tower(self)
@@ -88,12 +89,12 @@ class VisualConfig:
 class ImageTower(nnx.Module):
     """Normalized images to joint features."""
 
-    def __init__(self, config: VisualConfig, encoder: Encoder, embed_dim: int, rngs: nnx.Rngs):
-        c, e = config, encoder
-        self.config, self.encoder = config, encoder
+    def __init__(self, encoder: Encoder, rngs: nnx.Rngs):
+        c, e = encoder.sizes, encoder
+        self.config, self.encoder = c, e
         num_pixels, position_std = 3 * c.patch_size**2, c.width**-0.5
         draw, std = layers.truncated_normal, num_pixels**-0.5
-        if e.init == "clip":
+        if e.model.init == "clip":
             draw, std = layers.uniform, (3 * num_pixels) ** -0.5
         bias = "norm" if c.patch_bias else None
         self.patch_embed = e.linear(
@@ -109,7 +110,14 @@ class ImageTower(nnx.Module):
         self.final_norm = e.norm(c.width)
         self.map_pool = MapPool(e, rngs) if c.pool == "map" else None
         self.proj = (
-            e.linear(c.width, embed_dim, ("embed", "joint"), rngs, draw=layers.normal, std=c.width**-0.5)
+            e.linear(
+                c.width,
+                e.model.embed_dim,
+                ("embed", "joint"),
+                rngs,
+                draw=layers.normal,
+                std=c.width**-0.5,
+            )
             if c.proj
             else None
         )
@@ -156,9 +164,10 @@ class MapPool(nnx.Module):
     """Multi-head attention pooling: one learned query, then an MLP (Lee et al. 2018, arXiv:1810.00825)."""
 
     def __init__(self, c: Encoder, rngs: nnx.Rngs):
-        self.probe = c.vectors(layers.uniform, (2 / (1 + c.width)) ** 0.5, (1, c.width), rngs)
+        D = c.sizes.width
+        self.probe = c.vectors(layers.uniform, (2 / (1 + D)) ** 0.5, (1, D), rngs)
         self.attn = Attention(c, rngs)
-        self.mlp_norm = c.norm(c.width)
+        self.mlp_norm = c.norm(D)
         self.mlp = Mlp(c, rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
