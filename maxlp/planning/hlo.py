@@ -31,6 +31,8 @@ XLA_CALLS = {  # custom calls that are not kernels
     *("PrepareAsyncCallStart", "PrepareAsyncCallDone"),
 }
 
+# The line that begins a computation, as in "ENTRY %main.4 (x: f32[8]) -> f32[8] {".
+_HEADER = re.compile(r"(ENTRY )?%?([\w.-]+)[ (](?!= ).*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
@@ -162,11 +164,10 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     program: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
-        if line[:1] in ("%", "E") and line.rstrip().endswith("{") and " = " not in line[:80].split("(")[0]:
-            name = line.removeprefix("ENTRY ").lstrip("%").split(" ", 1)[0].split("(", 1)[0]
-            current = program.setdefault(name, [])
-            if line.startswith("ENTRY"):
-                entry = name
+        if header := _HEADER.match(line):
+            current = program.setdefault(header[2], [])
+            if header[1]:
+                entry = header[2]
         elif line == "}":
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
@@ -203,15 +204,20 @@ def overlaps_work(body: list[Instruction], index: int, works: set[str]) -> bool:
     start = body[index]
     if not start.opcode.endswith("-start") or '"is_sync":true' in start.rest:
         return False
-    operand = re.compile(rf"%?{re.escape(start.name)}[,)]")
+    operand = _operand(start)
     for later in body[index + 1 :]:
         if later.opcode.endswith(("-done", "-update")) and operand.search(later.rest):
             if later.opcode.endswith("-done"):
                 return False
-            operand = re.compile(rf"%?{re.escape(later.name)}[,)]")
+            operand = _operand(later)
         if _is_matmul(later) or any(name in works for name in called(later)):
             return True
     return True  # it ends in the next iteration of the loop
+
+
+def _operand(i: Instruction) -> re.Pattern[str]:
+    """What the rest of an instruction contains that reads this one."""
+    return re.compile(rf"%?{re.escape(i.name)}[,)]")
 
 
 def _collective(
@@ -232,7 +238,7 @@ def _collective(
     axes, n = device_groups(i, mesh)
     if n < 2:
         return None
-    operand = re.compile(rf"%?{re.escape(i.name)}[,)]")
+    operand = _operand(i)
     done = next((j for j in body if j.opcode == f"{kind}-done" and operand.search(j.rest)), None)
     if done is not None:
         size = num_bytes(done.type)
