@@ -124,12 +124,71 @@ def held_state(s: Settings, mesh: AbstractMesh, state: StateShapes) -> dict[str,
     return held | {"frozen weights": rest, "optimizer": optimizer}
 
 
-def saves_attention(remat: str, kernel: str) -> bool:
-    """Whether the backward pass of a block runs without a second forward pass of attention.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The sizes of a stack of blocks on one device, all of one microbatch; a family's class adds its own.
 
-    What kernels save has a name for the policies of `nn.stack`; what dense attention saves has none.
+    Shape letters: R rows of a device · S positions · D embed · F mlp · N heads · L layers · t the tensor
+    axis.
+
+    Attributes:
+      a, param: bytes of one element of an activation and of a parameter.
+      attention, remat: of the config's model; released gradients keep the inputs of the blocks and
+        recompute the rest.
+      frozen: only adapters are trained, whose size is neglected.
+      unsampled: shares of the tokens that are not saved as inputs of the matmuls of a block: of q, k and v,
+        of o, of the MLP, and of down; see `unsampled`.
     """
-    return remat == "none" or (remat == "dots" and kernel != "xla")
+
+    R: int
+    S: int
+    D: int
+    F: int
+    N: int
+    L: int
+    t: int
+    a: int
+    param: int
+    attention: str
+    remat: str
+    frozen: bool
+    unsampled: list[float]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Path of each matmul of a block -> the dim of its kernel that is not D."""
+        raise NotImplementedError
+
+    @property
+    def block_params(self) -> int:
+        return self.D * sum(self.widths.values())
+
+    @property
+    def again(self) -> int:
+        """How many times the backward pass runs a block forward again."""
+        return 1 if self.remat in ("block", "offload") else 0
+
+    @property
+    def attention_again(self) -> int:
+        """How many times it computes attention again.
+
+        What kernels save has a name for the policies of `nn.stack`; what dense attention saves has none.
+        """
+        return 0 if self.remat == "none" or (self.remat == "dots" and self.attention != "xla") else 1
+
+
+def shared_sizes(s: Settings, machine: Machine) -> dict[str, Any]:
+    """Those fields of `Blocks` that are the same for all stacks of a model."""
+    m = s.on(machine).model
+    return dict(
+        R=s.device_rows(machine),
+        t=machine.axes["tensor"],
+        a=jnp.dtype(m.dtype).itemsize,
+        param=jnp.dtype(m.param_dtype).itemsize,
+        attention=m.attention,
+        remat="block" if s.train.release_gradients else m.remat,
+        frozen=s.train.lora is not None,
+    )
 
 
 def workspace_of_matmuls(matmuls: str, largest: float) -> float:
@@ -167,17 +226,21 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     return StateShapes(state)
 
 
-def scatter_of_gradients(s: Settings, D: int, widths: list[int], itemsize: int) -> tuple[str, float]:
-    """The kind of the collective that sums the gradients of kernels over ``fsdp``, and its bytes.
+def scatter_of_gradients(s: Settings, blocks: Blocks) -> tuple[str, float]:
+    """The kind of the collective that sums the gradients of a block's kernels over ``fsdp``, and its bytes.
 
-    Args:
-      D: the dim of the kernels that ``fsdp`` splits.
-      widths: the other dim of each kernel, of which only the shard on one device of ``tensor`` counts.
-      itemsize: of the dtype of the matmuls.
+    ``fsdp`` splits the dim D of the kernels; of the other one, a device has only the shard of ``tensor``.
     """
+    widths = [width // blocks.t for width in blocks.widths.values()]
     if s.precision.scatter == "none":
-        return "reduce-scatter", D * sum(widths) * itemsize
-    return "all-to-all", D * sum(scatter.num_bytes(width, s.precision.scatter) for width in widths)
+        return "reduce-scatter", blocks.D * sum(widths) * blocks.a
+    return "all-to-all", blocks.D * sum(scatter.num_bytes(width, s.precision.scatter) for width in widths)
+
+
+def gathered_kernels(s: Settings, blocks: Blocks) -> float:
+    """Bytes of a block's kernels, without what ``tensor`` splits off, as ``fsdp`` all-gathers them."""
+    sizes = (blocks.D * w * gathered_itemsize(s, path, blocks.a) for path, w in blocks.widths.items())
+    return sum(sizes) / blocks.t
 
 
 def gathered_itemsize(s: Settings, path: str, itemsize: int) -> float:

@@ -19,16 +19,17 @@ from maxlp.families.clip.vit import VisualConfig
 from maxlp.nn.attention import cudnn
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import (
+    Blocks,
     Cost,
     Ledger,
     StateShapes,
     Work,
     gathered_gradient_itemsize,
-    gathered_itemsize,
+    gathered_kernels,
     held_state,
     matmul_flops,
-    saves_attention,
     scatter_of_gradients,
+    shared_sizes,
     unsampled,
 )
 from maxlp.planning.hlo import Collective
@@ -39,35 +40,20 @@ from maxlp.run.settings import Machine, Settings
 TILES = {"cuda": (8, 8), "gpu": (8, 8), "tpu": (8, 128), "cpu": (1, 1)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Tower:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tower(Blocks):
     """One tower on one device; see the letters above.
 
     Attributes:
-      a, param: bytes of one element of an activation and of a parameter.
+      name: "visual" or "text".
       shards: how many parts a weight is split into, not counting the tensor axis.
       tile: see `TILES`.
-      frozen: only adapters are trained.
-      unsampled: shares of the tokens that are not saved as inputs of the matmuls of a block: of q, k and v,
-        of o, of up, and of down.
     """
 
-    R: int
-    S: int
-    D: int
-    F: int
-    N: int
-    L: int
-    t: int
-    a: int
-    param: int
+    name: str
     shards: int
     causal: bool
-    attention: str
-    remat: str
     tile: tuple[int, int]
-    frozen: bool
-    unsampled: list[float]
 
     @property
     def x(self) -> float:
@@ -80,23 +66,14 @@ class Tower:
         return self.R * self.S * self.F * self.a / self.t
 
     @property
-    def widths(self) -> list[int]:
-        """The dim of each kernel of a block that is not D."""
-        return 4 * [self.D] + 2 * [self.F]
-
-    @property
-    def block_params(self) -> int:
-        return self.D * sum(self.widths)
+    def widths(self) -> dict[str, int]:
+        attn = {f"{self.name}/layers/attn/{one}_proj": self.D for one in "qkvo"}
+        return attn | {f"{self.name}/layers/mlp/{one}_proj": self.F for one in ("up", "down")}
 
     @property
     def computed_part(self) -> float:
         """The part of an (S, S) matrix that dense attention computes, see `attention.dense`."""
         return 5 / 8 if self.causal and self.S % 256 == 0 else 1.0
-
-    @property
-    def saves_attention(self) -> bool:
-        """See `cost_model.saves_attention`."""
-        return saves_attention(self.remat, self.attention)
 
     @property
     def squares(self) -> float:
@@ -118,7 +95,7 @@ class Tower:
         if self.remat == "block":
             return self.x / self.t
         if self.remat == "dots":  # the block's input, q, k, v, o and up, and the output of attention
-            return (6 if self.saves_attention else 5) * self.x / self.t + self.f
+            return (6 - self.attention_again) * self.x / self.t + self.f
         # Four F-wide arrays, three if the weights are frozen, six float32 arrays of the norms, both normed
         # inputs, q, k, v, the output of attention, probabilities in float32 and rounded, and the weights in
         # the dtype of the matmuls; of what the gradients of kernels alone need, only the tokens that they
@@ -162,32 +139,26 @@ class Tower:
 
 def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
     """The image tower and the text tower of a step that fulfils `run.constraints`."""
-    m, axes = settings.on(machine).model, machine.axes
+    m, shared = settings.model, shared_sizes(settings, machine)
 
-    def tower(name: str, sizes: VisualConfig | TextConfig, positions: int, causal: bool) -> Tower:
+    def tower(name: str, sizes: VisualConfig | TextConfig, positions: int) -> Tower:
         return Tower(
-            R=settings.device_rows(machine),
+            **shared,
+            name=name,
             S=positions,
             D=sizes.width,
             F=sizes.mlp_dim,
             N=sizes.num_heads,
             L=sizes.num_layers,
-            t=axes["tensor"],
-            a=jnp.dtype(m.dtype).itemsize,
-            param=jnp.dtype(m.param_dtype).itemsize,
-            shards=axes["fsdp"],
-            causal=causal,
-            attention=m.attention,
-            # Released gradients keep the inputs of the blocks and recompute the rest.
-            remat="block" if settings.train.release_gradients else m.remat,
+            shards=machine.axes["fsdp"],
+            causal=sizes.causal,
             tile=TILES[machine.platform],
-            frozen=settings.train.lora is not None,
             unsampled=unsampled(settings, *_readers(name)),
         )
 
     return (
-        tower("visual", m.visual, m.visual.train_seq_len, False),
-        tower("text", m.text, settings.data.text_len, m.text.causal),
+        tower("visual", m.visual, m.visual.train_seq_len),
+        tower("text", m.text, settings.data.text_len),
     )
 
 
@@ -278,22 +249,20 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     moved = host = 0.0
     features_again = 1 if M > 1 else 0
     image, text = towers(settings, machine)
-    for tower, name in ((image, "visual"), (text, "text")):
-        recomputes = 1 if tower.remat in ("block", "offload") else 0
-        again = recomputes + features_again
+    for tower in (image, text):
+        again = tower.again + features_again
         tokens = B * tower.S
         square = 1 / 2 if tower.causal else 1.0
         if tower.attention == "xla":
             square = tower.computed_part
-        for path, width in _matmul_widths(name, tower).items():
+        for path, width in tower.widths.items():
             once = 2 * tokens * tower.L * tower.D * width
             # The backward pass needs the output of a branch only for the gradient of its gain.
             unused = path.endswith("/down_proj") and settings.model.layer_scale is None
-            repeats = again - recomputes if unused else again
+            repeats = features_again if unused else again
             for dtype, n in matmul_flops(settings, path, once, repeats).items():
                 flops[dtype] += n
-        attention_again = features_again + (0 if tower.saves_attention else 1)
-        passes = (3 if tower.attention == "xla" else 3.5) + attention_again
+        passes = (3 if tower.attention == "xla" else 3.5) + features_again + tower.attention_again
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
         widths = 30 * tower.D + 12 * tower.F / tower.t
         if tower.attention == "xla":
@@ -324,12 +293,6 @@ def _readers(name: str) -> list[tuple[str, ...]]:
     return [qkv, (f"{attn}/o_proj",), (f"{mlp}/up_proj",), (f"{mlp}/down_proj",)]
 
 
-def _matmul_widths(name: str, tower: Tower) -> dict[str, int]:
-    """Path of each matmul of a block -> the dim of its kernel that is not D."""
-    attn = {f"{name}/layers/attn/{one}_proj": tower.D for one in "qkvo"}
-    return attn | {f"{name}/layers/mlp/{one}_proj": tower.F for one in ("up", "down")}
-
-
 def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     """The collectives that the mesh needs.
 
@@ -344,23 +307,17 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger = Ledger(axes)
     image, text = towers(settings, machine)
     forward = 1 + (M > 1)
-    for tower, name in ((image, "visual"), (text, "text")):
-        again = tower.remat in ("block", "offload")
+    for tower in (image, text):
         weights = tower.block_params * tower.a / tower.t
-        kernels = sum(
-            tower.D * width * gathered_itemsize(settings, path, tower.a)
-            for path, width in _matmul_widths(name, tower).items()
-        )
-        ledger.add("all-gather", ("fsdp",), kernels / tower.t, (forward + 1) * tower.L * M)
+        ledger.add("all-gather", ("fsdp",), gathered_kernels(settings, tower), (forward + 1) * tower.L * M)
         summed = 0 if tower.frozen else M
-        widths = [width // tower.t for width in tower.widths]
-        kind, size = scatter_of_gradients(settings, tower.D, widths, tower.a)
+        kind, size = scatter_of_gradients(settings, tower)
         ledger.add(kind, ("fsdp",), size, tower.L * summed)
-        ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 * again) * tower.L * M)
-        for path in (f"{name}/layers/attn/o_proj", f"{name}/layers/mlp/down_proj"):
+        ledger.add("all-gather", ("tensor",), tower.x, (2 * forward + 2 * tower.again) * tower.L * M)
+        for path in (f"{tower.name}/layers/attn/o_proj", f"{tower.name}/layers/mlp/down_proj"):
             sent = gathered_gradient_itemsize(settings, machine, path, tower.a)
             ledger.add("all-gather", ("tensor",), tower.x / tower.a * sent, tower.L * M)
-        ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + again) * tower.L * M)
+        ledger.add("reduce-scatter", ("tensor",), tower.x, (2 * forward + 2 + tower.again) * tower.L * M)
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
         if summed and not settings.train.release_gradients:
             matrices = tower.L * weights / tower.a * 4 / tower.shards

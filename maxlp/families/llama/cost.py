@@ -13,24 +13,24 @@ import dataclasses
 import functools
 import math
 
-import jax.numpy as jnp
-
 from maxlp.families.llama import losses
 from maxlp.nn.attention import cudnn, flash, flash_tile, ring
 from maxlp.parallel.exchange import num_bytes
 from maxlp.parallel.schedule import Schedule
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import (
+    Blocks,
     Cost,
     Ledger,
     StateShapes,
     Work,
     gathered_gradient_itemsize,
     gathered_itemsize,
+    gathered_kernels,
     held_state,
     matmul_flops,
-    saves_attention,
     scatter_of_gradients,
+    shared_sizes,
     unsampled,
     workspace_of_matmuls,
 )
@@ -43,59 +43,36 @@ GATE_UP = ("layers/mlp/gate_proj", "layers/mlp/up_proj")
 OUT, DOWN = "layers/attn/o_proj", "layers/mlp/down_proj"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes(Blocks):
     """A step's sizes on one device; see the letters above.
 
     Attributes:
       ends: 2, the embedding and the head, or 1 if they are one array.
-      a, param: bytes of one element of an activation and of a parameter.
       pieces: of the logits, one of which is in float32 at a time; there are at least as many as ``chunks``.
       schedule: of the pipeline; one stage and one microbatch if there is none.
       released: each layer is updated in the backward pass.
-      frozen: only adapters are trained, whose size is neglected.
-      unsampled: shares of the tokens that are not saved as inputs of the matmuls of a block: of q, k and v,
-        of o, of gate and up, and of down.
-      qk_norm, remat, attention, platform: see `LlamaConfig` and `Machine`.
+      qk_norm, platform: see `LlamaConfig` and `Machine`.
     """
 
-    R: int
-    S: int
-    D: int
-    F: int
-    N: int
     K: int
     H: int
     V: int
-    L: int
-    t: int
     ends: int
     fsdp: int
     context: int
-    data: int
     microbatches: int
     chunks: int
     pieces: int
-    a: int
-    param: int
     schedule: Schedule
     released: bool
-    frozen: bool
-    unsampled: list[float]
     qk_norm: bool
-    remat: str
-    attention: str
     platform: str
 
     @property
     def log_sums(self) -> float:
         """Bytes of the logits' log-sum-exp of every query and head, float32."""
         return 4 * self.T * self.N / self.t
-
-    @property
-    def saves_attention(self) -> bool:
-        """See `cost_model.saves_attention`."""
-        return saves_attention(self.remat, self.attention)
 
     @property
     def T(self) -> int:
@@ -112,13 +89,9 @@ class Sizes:
         return self.V * self.D / (self.shards * self.t)
 
     @property
-    def widths(self) -> list[int]:
-        """The dim of each kernel of a block that is not D."""
-        return 2 * [self.N * self.H] + 2 * [self.K * self.H] + 3 * [self.F]
-
-    @property
-    def block_params(self) -> int:
-        return self.D * sum(self.widths)
+    def widths(self) -> dict[str, int]:
+        q, kv, F = self.N * self.H, self.K * self.H, self.F
+        return dict(zip((*QKV, OUT, *GATE_UP, DOWN), (q, kv, kv, q, F, F, F), strict=True))
 
     @property
     def runs(self) -> float:
@@ -134,12 +107,12 @@ class Sizes:
 
 def sizes(s: Settings, machine: Machine) -> Sizes:
     """The sizes of a step that fulfils `run.constraints`."""
-    m, axes = s.on(machine).model, machine.axes
+    m, axes = s.model, machine.axes
     stages = axes["stage"]
     # See `Llama.has_plain_head`.
     plain_head = s.recipe("lm_head").is_plain and s.train.lora is None and m.dtype != "float16"
     return Sizes(
-        R=s.device_rows(machine),
+        **shared_sizes(s, machine),
         S=s.data.seq_len,
         D=m.embed_dim,
         F=m.mlp_dim,
@@ -148,24 +121,16 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         H=m.head_dim,
         V=m.vocab_size,
         L=m.num_layers,
-        t=axes["tensor"],
         ends=1 if m.tie_embeddings else 2,
         fsdp=axes["fsdp"],
         context=axes["context"],
-        data=axes["data"],
         microbatches=s.train.microbatches,
         chunks=s.loss.num_chunks,
         pieces=s.loss.num_chunks if s.loss.num_chunks > 1 or not plain_head else losses.PIECES,
-        a=jnp.dtype(m.dtype).itemsize,
-        param=jnp.dtype(m.param_dtype).itemsize,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
         released=s.train.release_gradients,
-        frozen=s.train.lora is not None,
         unsampled=unsampled(s, QKV, (OUT,), GATE_UP, (DOWN,)),
         qk_norm=m.qk_norm,
-        # Released gradients keep the inputs of the blocks and recompute the rest.
-        remat="block" if s.train.release_gradients else m.remat,
-        attention=m.attention,
         platform=machine.platform,
     )
 
@@ -223,7 +188,7 @@ def saved(s: Sizes) -> float:
     if s.remat == "block":
         return x
     if s.remat == "dots":  # the block's input, the outputs of q, k, v, o, gate and up, and of attention
-        return x + q + 2 * k + x + 2 * f + (q + s.log_sums if s.saves_attention else 0.0)
+        return x + q + 2 * k + x + 2 * f + (0.0 if s.attention_again else q + s.log_sums)
     # JAX saves six F-wide arrays, three float32 arrays of each norm, both normed inputs, q, k, v, the
     # output of attention twice, and the weights in the dtype of the matmuls, unless that is how they are
     # stored; of what the gradients of kernels alone need, only the tokens that they are computed from.
@@ -429,25 +394,23 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     mesh, devices = abstract_mesh(machine.axes), math.prod(machine.axes.values())
     tokens = settings.data.batch_size * s.S
     passed = tokens / (1 - s.schedule.bubble)  # through the blocks
-    again = 1 if s.remat in ("block", "offload") else 0  # forward passes that run again
     flops: dict[str, float] = collections.defaultdict(float)
-    for path, width in matmul_widths(s).items():
-        repeats = again if path != DOWN else 0  # the backward pass does not need the output of a block
+    for path, width in s.widths.items():
+        repeats = s.again if path != DOWN else 0  # the backward pass does not need the output of a block
         for dtype, n in matmul_flops(settings, path, 2 * passed * s.L * s.D * width, repeats).items():
             flops[dtype] += n
     logits_again = 1 if settings.model.dtype == "float16" and s.chunks > 1 else 0  # see `losses`
     for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
         flops[dtype] += n
     square = 5 / 8 if s.attention == "xla" else 1 / 2
-    attention_again = 0 if s.saves_attention else 1
-    passes = (3 if s.attention == "xla" else 3.5) + attention_again
+    passes = (3 if s.attention == "xla" else 3.5) + s.attention_again
     flops["bfloat16"] += square * passes * 4 * passed * s.S * s.L * s.N * s.H
     if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
         flops["bfloat16"] += 2 * passed * s.S * s.L * s.N * s.H
     params, opt_state = (state.bytes_on(mesh, key) for key in ("params", "opt_state"))
     return Work(
         {dtype: n / devices for dtype, n in flops.items() if n},
-        traffic(s, params, opt_state, again, square),
+        traffic(s, params, opt_state, square),
         host=2 * (state.offloaded_on(mesh) + offloaded(s)),
     )
 
@@ -459,14 +422,7 @@ def offloaded(s: Sizes) -> float:
     return s.runs * s.of_stage.T * s.D * s.a / s.t
 
 
-def matmul_widths(s: Sizes) -> dict[str, int]:
-    """Path of each matmul of a block -> the dim of its kernel that is not D."""
-    q, kv = s.N * s.H, s.K * s.H
-    paths = [*QKV, OUT, *GATE_UP, DOWN]
-    return dict(zip(paths, [q, kv, kv, q, s.F, s.F, s.F], strict=True))
-
-
-def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float) -> float:
+def traffic(s: Sizes, params: float, opt_state: float, square: float) -> float:
     """Bytes that one device reads from and writes to its memory.
 
     Weights are written gathered and read in each pass; the optimizer reads and writes the state; about
@@ -475,15 +431,14 @@ def traffic(s: Sizes, params: float, opt_state: float, again: int, square: float
 
     Args:
       params, opt_state: bytes on one device.
-      again: forward passes that run again.
       square: the part of a square of logits that is computed.
     """
     once = 2 * (params + opt_state) + 2 * gradients(s)
-    weights = (3 + again) * 2 * s.runs * s.block_params * s.a / s.t
+    weights = (3 + s.again) * 2 * s.runs * s.block_params * s.a / s.t
     token_widths = 30 * s.D + 12 * s.F / s.t
     if s.attention == "xla" or (s.attention == "ring" and not fused_ring(s)):
         token_widths += 24 * s.S * s.N / s.t * square
-    activations = s.runs * s.of_stage.T * s.a * token_widths * (1 + again / 3)
+    activations = s.runs * s.of_stage.T * s.a * token_widths * (1 + s.again / 3)
     logits = 4 * s.T / s.schedule.stages * s.microbatches * s.V / s.t * 4
     return once + weights + activations + logits
 
@@ -512,15 +467,12 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     m, weights, x = s.microbatches, s.block_params * s.a / s.t, of_stage.T * s.D * s.a
     runs = int(s.runs)
     head, whole_x = s.V * s.D * s.a / s.t, s.T * s.D * s.a / stages
-    again = 1 if s.remat in ("block", "offload") else 0
     directions = 1 if s.frozen else 2  # frozen weights send no gradients back
     split, turns = ("fsdp", "context"), s.context - 1
-    of_path = functools.partial(gathered_itemsize, settings, itemsize=s.a)
-    kernels = sum(s.D * width * of_path(path) for path, width in matmul_widths(s).items())
-    ledger.add("all-gather", split, kernels / s.t, 2 * runs)
-    ledger.add("all-gather", split, head / s.a * of_path("lm_head"), m)
+    ledger.add("all-gather", split, gathered_kernels(settings, s), 2 * runs)
+    ledger.add("all-gather", split, head / s.a * gathered_itemsize(settings, "lm_head", s.a), m)
     if not s.frozen:
-        kind, size = scatter_of_gradients(settings, s.D, [width // s.t for width in s.widths], s.a)
+        kind, size = scatter_of_gradients(settings, s)
         ledger.add(kind, split, size, runs)
         ledger.add("reduce-scatter", split, head, m)
     ledger.add("all-to-all", ("context",), whole_x, directions * m)
@@ -528,18 +480,17 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     ledger.add("all-reduce", ("tensor",), whole_x, m)
     ledger.add("all-gather", ("tensor",), whole_x, 0 if s.frozen else m)
     k = of_stage.T * s.K * s.H / s.t
-    attention_again = 0 if s.saves_attention else 1
-    keys = (2 + attention_again) * turns + 1 - attention_again if turns else 0
+    keys = (2 + s.attention_again) * turns + 1 - s.attention_again if turns else 0
     ledger.add("collective-permute", ("context",), k * s.a, 2 * keys * runs)
     ledger.add("collective-permute", ("context",), k * 4, 2 * turns * runs)
     if settings.model.qk_clip is not None:
         ledger.add("all-gather", ("context",), k * s.context * s.a, runs)
     ledger.add("collective-permute", ("context", "tensor") if turns else (), whole_x / s.t / 2, 4 * m)
-    ledger.add("all-gather", ("tensor",), x, (2 + 2 * again) * runs)
+    ledger.add("all-gather", ("tensor",), x, (2 + 2 * s.again) * runs)
     for path in (OUT, DOWN):
         sent = gathered_gradient_itemsize(settings, machine, path, s.a)
         ledger.add("all-gather", ("tensor",), x / s.a * sent, runs)
-    ledger.add("reduce-scatter", ("tensor",), x, (4 + again) * runs)
+    ledger.add("reduce-scatter", ("tensor",), x, (4 + s.again) * runs)
     summed, exchange = (of_stage.L * weights + 2 * head) / s.shards, settings.precision.exchange
     tables = (head + head / s.a * 4) / s.shards
     local = settings.train.local
