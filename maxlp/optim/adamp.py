@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from maxlp.optim.config import OptimizerConfig, OptimizerKind
-from maxlp.optim.stable_adamw import divide_decay
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.tree_utils import find_states, layer_axes, leaf_name, over_tensor, per_tensor, widened
 from maxlp.schema import NotNegative, PositiveFraction
 
@@ -86,13 +85,6 @@ def scale_by_adamp(
     return optax.GradientTransformation(init, update)
 
 
-def _decay(
-    config: OptimizerConfig, rescale: optax.GradientTransformation, decay: optax.GradientTransformation
-) -> tuple[optax.GradientTransformation, ...]:
-    """The rescaling, and the decay that is lower for scale-invariant weights, as `make_tx` chains them."""
-    return (divide_decay(rescale, decay, _decay_divisors),)
-
-
 def _decay_divisors(state: optax.OptState) -> optax.Updates:
     [(_, adamp)] = find_states(state, AdamPState)
     return adamp.divisor
@@ -127,6 +119,6 @@ def _tangent(
 ADAMP = OptimizerKind(
     scale_by=scale_by_adamp,
     not_galore="it compares whole gradients with weights",
-    decay=_decay,
+    decay_divisors=lambda config: _decay_divisors,
     second_moment=AdamPState,
 )

@@ -38,6 +38,7 @@ OPTAX_HINTS: dict[str, Any] = {
     "mode": Annotated[str, OneOf(("hard", "smooth", "refined"))],
     "smooth_beta": Positive,
 }
+Divisors = Callable[[optax.OptState], optax.Updates]
 Conflict = tuple[str, Any, str]  # a key of the section, its value, and the reason with the way out
 MU_DTYPES = ("float32", "bfloat16", "float16")
 # int4 has too few values for a moment.
@@ -56,8 +57,8 @@ class OptimizerKind:
       conflicts: an `OptimizerConfig` to further values in it that cannot be combined with the optimizer.
       not_galore: why it takes whole gradients, which GaLore projects; "" if it need not.
       only_moment: the moment that it has, if it has only one.
-      decay: (config, rescale, decay) to the transformations that `make_tx` chains: these two, or a single
-        one if the decay depends on the rescaling.
+      decay_divisors: an `OptimizerConfig` to the function that maps the state after an update to what the
+        decay of each tensor is divided by, (*layers) for each parameter; to None if nothing divides it.
       last_rms: the optimizer's state to RMS_t of the last update, by parameter; None if it does not keep
         it.
       second_moment: the type of the state that has Adam's second moment as `nu`, with decay rate
@@ -73,7 +74,7 @@ class OptimizerKind:
     conflicts: Callable[["OptimizerConfig"], Iterable[Conflict]] = lambda config: ()
     not_galore: str = ""
     only_moment: Literal["mu", "nu"] | None = None
-    decay: Callable[..., tuple[optax.GradientTransformation, ...]] = lambda config, *chained: chained
+    decay_divisors: Callable[["OptimizerConfig"], Divisors | None] = lambda config: None
     last_rms: Callable[[optax.OptState], optax.Updates] | None = None
     second_moment: type | None = None
     like_params: bool = False

@@ -75,9 +75,11 @@ def make_tx(
 
         clip = clip_by_own_norms(config.adagc, config.clip_norm)
     mask = functools.partial(decay_mask, decay_embeddings=config.decay_embeddings)
-    decay = optax.add_decayed_weights(config.weight_decay, mask)
-    # (rescale, decay), or a single transformation if the decay depends on the rescaling.
-    middle = config.kind.decay(config, _rescale(config), decay)
+    middle = _rescale(config), optax.add_decayed_weights(config.weight_decay, mask)
+    if divisors := config.kind.decay_divisors(config):
+        from maxlp.optim.divided_decay import divide_decay
+
+        middle = (divide_decay(*middle, divisors),)
     tx = optax.chain(clip, *middle, _learning_rate(config, schedule, microbatches))
     if config.kind.averages:
         tx = optax.contrib.schedule_free(tx, lambda t: schedule(t - 1), config.b1)  # its first t is 1

@@ -18,7 +18,6 @@ smoothed, and rarely acts at all.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp import schema
-from maxlp.optim.config import OptimizerConfig, OptimizerKind
+from maxlp.optim.config import Divisors, OptimizerConfig, OptimizerKind
 from maxlp.optim.rms import rms_of_tensor
 from maxlp.optim.tree_utils import find_states, layer_axes, over_tensor, widened
 from maxlp.schema import PositiveFraction, Range
@@ -124,65 +123,22 @@ def last_rms(opt_state: optax.OptState) -> optax.Updates:
     return state.rms
 
 
-def _decay(
-    config: OptimizerConfig, rescale: optax.GradientTransformation, decay: optax.GradientTransformation
-) -> tuple[optax.GradientTransformation, ...]:
-    """The rescaling and the decay as `make_tx` chains them: as one if clipping shortens both."""
-    if not config.decay_with_clip:
-        return rescale, decay
-    return (clip_decay(rescale, decay, config.options.get("clip_threshold", CLIP_THRESHOLD)),)
-
-
-def clip_decay(
-    rescale: optax.GradientTransformation,
-    decay: optax.GradientTransformation,
-    clip_threshold: float = CLIP_THRESHOLD,
-) -> optax.GradientTransformation:
-    """`optax.chain(rescale, decay)` with the decay divided by the same factor as the step.
+def _decay_divisors(config: OptimizerConfig) -> Divisors | None:
+    """The factor by which clipping shortens the step, which then shortens the decay too.
 
     Algorithm 2 and the authors' published reference do this. The optimizer of their training runs
-    multiplied the decay by the unclipped rate, which is the plain chain.
-
-    Args:
-      rescale: `scale_by_stable_adam`, bare or wrapped.
-      decay: `optax.add_decayed_weights`.
-      clip_threshold: that of `rescale`.
+    multiplied the decay by the unclipped rate.
     """
-
-    def divisors(state: optax.OptState) -> optax.Updates:
-        return jax.tree.map(lambda rms: clip_factor(rms, clip_threshold), last_rms(state))
-
-    return divide_decay(rescale, decay, divisors)
-
-
-def divide_decay(
-    rescale: optax.GradientTransformation,
-    decay: optax.GradientTransformation,
-    divisors: Callable[[optax.OptState], optax.Updates],
-) -> optax.GradientTransformation:
-    """`optax.chain(rescale, decay)` with the decay of each tensor divided by a number from `rescale`.
-
-    Args:
-      rescale: any rescaling.
-      decay: `optax.add_decayed_weights`.
-      divisors: maps the new state of `rescale` to one divisor per tensor, (*layers) for each parameter.
-    """
-
-    def init(params: optax.Params) -> Any:
-        return rescale.init(params), decay.init(params)
-
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
-        updates, rescaled = rescale.update(updates, state[0], params)
-        decays, decayed = decay.update(optax.tree.zeros_like(updates), state[1], params)
-
-        def add(u: jax.Array, d: jax.Array, divisor: jax.Array) -> jax.Array:
-            return u + (d / over_tensor(divisor, d)).astype(u.dtype)
-
-        return jax.tree.map(add, updates, decays, divisors(rescaled)), (rescaled, decayed)
-
-    return optax.GradientTransformation(init, update)
+    if not config.decay_with_clip:
+        return None
+    clip_threshold = config.options.get("clip_threshold", CLIP_THRESHOLD)
+    return lambda state: jax.tree.map(lambda rms: clip_factor(rms, clip_threshold), last_rms(state))
 
 
 STABLE_ADAMW = OptimizerKind(
-    scale_by=scale_by_stable_adam, decay=_decay, last_rms=last_rms, like_params=True, galore_rates=True
+    scale_by=scale_by_stable_adam,
+    decay_divisors=_decay_divisors,
+    last_rms=last_rms,
+    like_params=True,
+    galore_rates=True,
 )
