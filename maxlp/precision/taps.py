@@ -65,8 +65,19 @@ def with_taps(
       trace: (structure, state) to any result; it runs the model, and is traced here for the shapes.
     """
     found = _Found()
-    jax.eval_shape(functools.partial(trace, _modified(graphdef, state, found)[0]), state)
-    graphdef, model_state = _modified(graphdef, state, found, add=True)
+
+    def record(module: Any, layers: list[int]) -> None:
+        module.tap_found = nnx.static(found)
+
+    def add(module: Any, layers: list[int]) -> None:
+        for end in ENDS:
+            if (module.tap_path, end) in found.tensors:
+                shape, dtype = found.tensors[module.tap_path, end]
+                setattr(module, ENDS[end], OverwriteWithGradient(np.zeros((*layers, 2, *shape), dtype)))
+
+    recording, _ = _tapped_model(graphdef, state, record)
+    jax.eval_shape(functools.partial(trace, recording), state)
+    graphdef, model_state = _tapped_model(graphdef, state, add)
     flat, taps = nnx.traversals.flatten_mapping(model_state), {}
     for (module, end), (shape, dtype) in found.tensors.items():
         path = *module, ENDS[end]
@@ -85,10 +96,14 @@ def mark(module: Path, end: str) -> str:
     return f"tap: {path_name(module)} {end}"
 
 
-def _modified(
-    graphdef: nnx.GraphDef, state: Mapping[str, Any], found: _Found, add: bool = False
+def _tapped_model(
+    graphdef: nnx.GraphDef, state: Mapping[str, Any], prepare: Callable[[Any, list[int]], None]
 ) -> tuple[nnx.GraphDef, Any]:
-    """The model whose modules fill ``found``, or the one that has the variables of what was found."""
+    """The model with the tapped class of each module in `TAPPED`, and its model state.
+
+    Args:
+      prepare: called with each of these modules and the layers of the stack that it is in, [] outside.
+    """
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     in_stacks = stacks(model)
     for parts, module in list(nnx.iter_modules(model)):
@@ -97,14 +112,7 @@ def _modified(
             continue
         module.__class__ = _tapped(type(module))
         module.tap_path = parts
-        layers = [size for stack, size in in_stacks.items() if path.startswith(stack)]
-        if not add:
-            module.tap_found = nnx.static(found)
-            continue
-        for end in ENDS:
-            if (parts, end) in found.tensors:
-                shape, dtype = found.tensors[parts, end]
-                setattr(module, ENDS[end], OverwriteWithGradient(np.zeros((*layers, 2, *shape), dtype)))
+        prepare(module, [size for stack, size in in_stacks.items() if path.startswith(stack)])
     graphdef, _, model_state = nnx.split(model, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(model_state)
 
