@@ -7,7 +7,6 @@ mismatch in one line.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import functools
 import importlib.machinery
@@ -173,10 +172,8 @@ def _convert(hint: Any, key: str, value: Any) -> Any:
         return tuple(_convert(Any, key, item) for item in value)
     if not isinstance(value, ConfigDict | Mapping):
         return value
-    members = schema.options(hint)
-    kinds = (k for k in members if isinstance(k, type) and dataclasses.is_dataclass(k))
-    if (kind := next(kinds, None)) is None:  # keywords, of which unset ones keep their defaults
+    if (kind := schema.section(hint)) is None:  # keywords, of which unset ones keep their defaults
         return {name: _convert(Any, key, item) for name, item in value.items() if item is not None}
-    if type(None) in members and all(item is None for item in value.values()):
+    if type(None) in schema.options(hint) and all(item is None for item in value.values()):
         return None
     return call(kind, key, value)

@@ -3,7 +3,6 @@
 A key that they did not have gets its default value, with which everything is as before there was the key.
 """
 
-import dataclasses
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -60,14 +59,12 @@ def _with_defaults(function: Callable, values: Any) -> Any:
         return values
     values, hints = dict(values), schema.annotations(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        hint, default, value = hints[name], parameter.default, values.get(name)
-        members = schema.options(hint)
-        kinds = [k for k in members if isinstance(k, type) and dataclasses.is_dataclass(k)]
-        if kinds and name in values and type(None) not in members:
-            values[name] = _with_defaults(kinds[0], value)
-        # An optional section is off, or has its own values.
-        elif kinds or not isinstance(default, str | int | float | tuple):
+        hint, default = hints[name], parameter.default
+        if section := schema.section(hint):  # an optional one is off, or has its own values
+            if name in values and type(None) not in schema.options(hint):
+                values[name] = _with_defaults(section, values[name])
+        elif not isinstance(default, str | int | float | tuple):
             continue
-        elif name not in values or (value is None and not schema.fits(None, hint)):
+        elif name not in values or (values[name] is None and not schema.fits(None, hint)):
             values[name] = default
     return values

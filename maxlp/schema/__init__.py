@@ -168,6 +168,11 @@ def options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def section(hint: Any) -> Any:
+    """The dataclass that a nested section becomes: the annotation or a member of the union; else None."""
+    return next((kind for kind in options(hint) if dataclasses.is_dataclass(kind)), None)
+
+
 def unknown_key(key: str, known: Iterable[str], kind: str = "keys") -> str:
     """The phrase for an unknown key: the nearest known one, and all of them."""
     known = sorted(known)
