@@ -236,7 +236,7 @@ def residuals(recipe: Recipe, x, kernel, q_x, q_kernel) -> tuple[Any, Any]:
 def _backward(static: Static, residuals, g):
     saved, amaxes, history = residuals
     of_grad = Amaxes.of(g, history, static.recipe)
-    new_history = None if history is None else delayed.push(history, of_grad.current)
+    new_history = None if of_grad.current is None else delayed.push(history, of_grad.current)
     amaxes_and_grad = amaxes | {"output_grad": of_grad.for_scale, "output_grad_now": of_grad.current}
     g = _quantized_once(static.recipe, g, of_grad.for_scale)
     dx = input_gradient(static, saved, g, amaxes_and_grad)
