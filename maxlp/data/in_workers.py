@@ -47,12 +47,14 @@ class _FromWorkers(grain.DatasetIterator):
         try:
             if not self._workers:
                 self._start()
-            element, error = self._workers[self._turn % len(self._workers)][1].recv()
+            element, failure = self._workers[self._turn % len(self._workers)][1].recv()
         except (EOFError, OSError):
             raise ChildProcessError(
                 "a data worker died (out of memory?); start again, or with a lower data.num_workers"
             ) from None
-        if error is not None:
+        if failure is not None:
+            error, where = failure
+            error.add_note(f"In a data worker:\n{where}")
             raise error
         self._turn = (self._turn + 1) % self._per_round
         return element

@@ -3,20 +3,21 @@
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 
 def serve(connection: Connection) -> None:
-    """Receives a dataset; sends its elements as (element, None), and errors as (None, error)."""
+    """Receives a dataset; sends each element as (element, None), an error as (None, (error, traceback))."""
     end_with_parent()
     elements = _received(connection)
     while True:
         try:
             answer = next(elements), None
         except Exception as error:
-            answer = None, error
+            answer = None, (error, traceback.format_exc())  # pickled, an error loses its traceback
         connection.send(answer)
 
 

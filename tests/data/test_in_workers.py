@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import os
 import signal
@@ -36,11 +37,12 @@ def test_the_life_of_workers():
     assert time.monotonic() - began < 2 and not multiprocessing.active_children()
 
 
-def test_elements_come_in_turn_and_errors_arrive():
-    iterator = iter(InWorkers([range(0, 5, 2), map(int, ["1", "x"])]))
+def test_elements_come_in_turn_and_errors_arrive_with_their_tracebacks():
+    iterator = iter(InWorkers([range(0, 5, 2), map(json.loads, ["1", "x"])]))
     assert [next(iterator), next(iterator), next(iterator)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="invalid literal for int"):
+    with pytest.raises(ValueError, match="Expecting value") as error:
         next(iterator)
+    assert "in raw_decode" in error.value.__notes__[0]
     assert not list(iterator)
     iterator.close()
 
