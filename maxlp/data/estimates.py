@@ -63,7 +63,7 @@ def sample_lengths(source: Any, tokenizer: Tokenizer) -> np.ndarray | None:
     indices = np.unique(np.linspace(0, len(source) - 1, SAMPLED_DOCUMENTS).astype(np.int64))
     texts, lengths = [], []  # in bytes, in tokens
     encoded_size = encoded_tokens = 0
-    specials = sum(special is not None for special in (tokenizer.bos_id, tokenizer.eos_id))
+    specials = 2  # bos and eos
     # In another order, so that the first of them are spread over the source, too.
     for number, index in enumerate(common.permutation(len(indices), (0,))):
         if time.monotonic() - began > SAMPLE_SECONDS:

@@ -192,15 +192,15 @@ def make_dataset(
     An iterator yields this process's rows of the global batch, `process_index * B/process_count …`, as a
     dict of arrays [B/process_count, S]: `tokens`, `targets`, `segment_ids`, `positions` (int32) and
     `loss_mask` (bool); see `packing`. The global batch of a step depends only on the documents, the
-    tokenizer, the seed and `config` without `num_workers`. A document is `[bos] tokens [eos]`, with
-    those special tokens that the tokenizer has; one without tokens is left out.
+    tokenizer, the seed and `config` without `num_workers`. A document is `[bos] tokens [eos]`; one
+    without tokens is left out.
 
     Args:
       sources: each has `len(source)` > 0 and `source[i]`, a dict with "text" (str or bytes) or "tokens"
         (integers, without bos and eos), or as in `chat.Conversations`; picklable if there are workers.
       weights: relative shares of the *windows*, hence of the tokens, that come from each source. A
         window holds documents of one source only.
-      tokenizer: `bos_id` and `eos_id` may be None.
+      tokenizer: encodes texts, and gives the special tokens.
       config: `source` and `tokenizer` are not used.
       seed: determines the order of documents and windows.
       process_index: index of this process among those that share the global batch.
@@ -581,10 +581,7 @@ class _Documents:
         self._seeds, self._shuffle = seeds, config.shuffle
         self.per_epoch, self._num_streams = len(source), num_streams
         self._len = sys.maxsize if config.num_epochs is None else config.num_epochs * self.per_epoch
-        self._bos, self._eos = (
-            np.array([] if special is None else [special], np.int32)
-            for special in (tokenizer.bos_id, tokenizer.eos_id)
-        )
+        self._bos, self._eos = [tokenizer.bos_id], [tokenizer.eos_id]
 
     @functools.cached_property
     def have_text_later(self) -> bool:

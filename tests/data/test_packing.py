@@ -9,7 +9,7 @@ import pytest
 
 from maxlp.data import text
 from maxlp.data.estimates import concat_windows, count_windows
-from tests.data.windows import BOS, EOS, PAD, Specials, assert_equal, corpus, make, take, with_specials
+from tests.data.windows import BOS, EOS, PAD, assert_equal, corpus, make, take, with_specials
 
 
 def slow_windows(windows, seq_len, batch_size):
@@ -75,17 +75,14 @@ def slow_first_fit(documents, seq_len, most, windows_per_block):
     return done + [window for window in block if window]
 
 
-@pytest.mark.parametrize(
-    "tokenizer", [Specials(), Specials(bos_id=None), Specials(eos_id=None), Specials(None, None)]
-)
 @pytest.mark.parametrize(("longest", "seq_len"), [(7, 8), (60, 8), (60, 33), (7, 2)])
 @pytest.mark.parametrize("most", [None, 1, 3])
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_packing_equals_slow_reference(tokenizer, longest, seq_len, packing, most):
+def test_packing_equals_slow_reference(longest, seq_len, packing, most):
     documents = corpus(40, longest)
     config = dict(seq_len=seq_len, packing=packing, max_documents=most, shuffle=False, num_epochs=1)
-    dataset = make([documents], tokenizer=tokenizer, **config)
-    marked = [with_specials(document, tokenizer) for document in documents]
+    dataset = make([documents], **config)
+    marked = [with_specials(document) for document in documents]
     if packing == "concat":
         windows = slow_concat(marked, seq_len, most)
     else:
@@ -99,7 +96,7 @@ def test_shuffled_epochs_contain_each_token_once(packing):
     batches = take(iter(make([documents], packing=packing, num_epochs=2)))
     successor = {}
     for document in documents:
-        marked = with_specials(document, Specials())
+        marked = with_specials(document)
         successor |= dict(itertools.pairwise(marked[1:]))  # BOS has many
     real = batches["segment_ids"] > 0
     tokens, targets = batches["tokens"], batches["targets"]
@@ -120,7 +117,7 @@ def test_shuffled_epochs_contain_each_token_once(packing):
 def test_windows_are_counted_as_they_are_filled(most, packing):
     rng = np.random.default_rng(0)
     documents = [{"tokens": np.arange(n, dtype=np.uint32)} for n in rng.integers(0, 40, 300)]
-    lengths = np.array([len(with_specials(document, Specials())) for document in documents])
+    lengths = np.array([len(with_specials(document)) for document in documents])
     how = dict(packing=packing, max_documents=most, shuffle=False, num_epochs=1, seq_len=16)
     batches = take(iter(make([documents], batch_size=1, shuffle_tokens=0, **how)))
     blocks = int((batches["segment_ids"][..., 0] > 0).sum())

@@ -16,7 +16,6 @@ from tests.data.corpora import write_jsonl
 from tests.data.windows import (
     BOS,
     EOS,
-    Specials,
     assert_equal,
     corpus,
     join,
@@ -72,7 +71,7 @@ def test_each_block_and_each_source_has_an_order_of_its_own():
 
 def test_small_corpus_is_read_through_before_it_repeats():
     documents = corpus(30, 100)
-    total = sum(len(with_specials(document, Specials())) for document in documents)
+    total = sum(len(with_specials(document)) for document in documents)
     batches = take(iter(make([documents], batch_size=64, shuffle_tokens=0)), total // 512)
     counts = collections.Counter(batches["tokens"].ravel().tolist())
     assert max(count for token, count in counts.items() if token > EOS) == 1
@@ -82,7 +81,7 @@ def test_large_corpus_feeds_each_row_its_own_documents(monkeypatch):
     monkeypatch.setattr(text, "DOCUMENTS_PER_STREAM", 50)
     documents = corpus(1000, 40)
     dataset = make([documents], batch_size=12)
-    total = sum(len(with_specials(document, Specials())) for document in documents)
+    total = sum(len(with_specials(document)) for document in documents)
     batches = take(iter(dataset), total // (12 * 8))
     origin = np.where(batches["tokens"] > EOS, (batches["tokens"] - 10) // 40, -1)
     counts = collections.Counter(n for row in range(12) for n in set(origin[:, row].flat) - {-1})
@@ -293,7 +292,7 @@ def test_validation_counts_each_token_once_for_any_process_count(tmp_path):
         assert len({len(part["tokens"]) for part in parts}) == 1
         batches = join(parts)
         assert collections.Counter(batches["targets"][batches["loss_mask"]].tolist()) == expected
-        first = with_specials({"tokens": np.array([*texts[0][0].encode()])}, ByteTokenizer())
+        first = [ByteTokenizer.bos_id, *texts[0][0].encode(), ByteTokenizer.eos_id]
         assert batches["tokens"][0, 0, : len(first)].tolist() == first[:16], "in order"
 
 
@@ -333,9 +332,8 @@ def test_a_source_that_fails_is_reported_by_next():
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_documents_without_text_are_an_error(packing):
-    for specials in (Specials(), Specials(bos_id=None)):
-        with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
-            next(iter(make([[{"text": ""}] * 3], tokenizer=specials, packing=packing)))
+    with pytest.raises(ValueError, match=r"none of the 3 documents has text; check data\.source"):
+        next(iter(make([[{"text": ""}] * 3], packing=packing)))
 
 
 def test_documents_of_a_small_source_come_equally_often_in_their_order(monkeypatch):

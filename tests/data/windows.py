@@ -13,8 +13,8 @@ KEYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 @dataclasses.dataclass
 class Specials:
-    bos_id: int | None = BOS
-    eos_id: int | None = EOS
+    bos_id: int = BOS
+    eos_id: int = EOS
     pad_id: int = PAD
     fingerprint: str = "specials"
 
@@ -32,10 +32,8 @@ def corpus(num_documents, longest, seed=0, first=0):
     ]
 
 
-def with_specials(document, tokenizer):
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return bos + document["tokens"].tolist() + eos if len(document["tokens"]) else []
+def with_specials(document):
+    return [BOS, *document["tokens"].tolist(), EOS] if len(document["tokens"]) else []
 
 
 def make(sources, weights=None, tokenizer=None, seed=0, process_index=0, process_count=1, **config):
