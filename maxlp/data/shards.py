@@ -171,7 +171,7 @@ def names_in(url: str) -> list[str]:
 def _upload_file(path: str, url: str) -> None:
     retried(lambda: storage.upload(Path(path), url), url)
     with open(path, "rb") as file:
-        md5, found = hashlib.file_digest(file, "md5").hexdigest(), storage.stat(url)
+        md5, found = hashlib.file_digest(file, storage.md5).hexdigest(), storage.stat(url)
     if found.size != os.path.getsize(path) or found.md5 not in (None, md5):
         raise StorageError(f"{url} is not what was uploaded")
 

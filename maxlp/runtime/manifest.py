@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from maxlp.runtime import files
+from maxlp.runtime.storage import md5
 
 NAME = "manifest.txt"
 _THREADS = 4
@@ -156,7 +157,7 @@ def _fault(path: Path, checksum: str, size: int) -> str | None:
 
 def _md5(path: Path) -> str:
     with path.open("rb") as file:
-        return f"md5:{hashlib.file_digest(file, 'md5').hexdigest()}"
+        return f"md5:{hashlib.file_digest(file, md5).hexdigest()}"
 
 
 def _crc32(path: Path) -> str:
