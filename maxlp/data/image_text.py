@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import string
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -51,10 +52,10 @@ class HasPlaceholder(NamedTuple):
     def error(self, value: str) -> str | None:
         """See `schema.Rule`."""
         try:
-            value.format("")
-        except (ValueError, LookupError):
-            return "must have one {} for the class, and no other braces"
-        return None if "{}" in value else "must have a {} for the class"
+            places = [place for _, *place in string.Formatter().parse(value) if place[0] is not None]
+        except ValueError:  # a brace alone
+            places = []
+        return None if places == [["", "", None]] else "must have one {} for the class, and no other braces"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

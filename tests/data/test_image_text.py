@@ -354,7 +354,7 @@ def test_class_names_and_templates(tmp_path):
     with pytest.raises(ValueError, match=r"^templates_file='.*' takes the place of templates; unset one"):
         make(**labelled, templates=("1 {}",), templates_file=str(file))
     file.write_text("a photo of a {}\na photo\n")
-    with pytest.raises(ValueError, match=r"^templates_file='.*': 'a photo' must have a {} for the class"):
+    with pytest.raises(ValueError, match=r"^templates_file='.*': 'a photo' must have one {} for the class"):
         make(**labelled, templates_file=str(file))
     with pytest.raises(ValueError, match="no caption, and its label"):
         take(make(source=f"tar:{tmp_path}/a.tar?split=all", batch_size=2, max_broken=3))
@@ -409,7 +409,7 @@ def test_classes_without_an_image_that_has_one_of_them_are_refused_when_the_data
         ),
         (dict(batch_size=6, process_count=4), "batch_size=6 must be a multiple of the 4"),
         (dict(crop_scale=(0.5, 0.2)), "crop_scale=\\(0.5, 0.2\\) must be ascending"),
-        (dict(templates=("no place",)), "must have a {} for the class"),
+        *((dict(templates=(text,)), "must have one {} for the") for text in ("-", "{.a}", "{[a]}", "{{}}")),
         (dict(split="test"), "split 'test' is unknown; one of train, validation"),
         (dict(text_len=2), "text_len=2 must be at least 3"),
         (dict(num_threads=0), "num_threads=0 must be between 1 and 1024"),
