@@ -26,6 +26,7 @@ from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
+from maxlp.runtime.manifest import md5
 from maxlp.runtime.messages import counted, format_seconds
 from maxlp.runtime.new_folder import only_writer
 from maxlp.runtime.storage import StorageError
@@ -171,8 +172,8 @@ def names_in(url: str) -> list[str]:
 def _upload_file(path: str, url: str) -> None:
     retried(lambda: storage.upload(Path(path), url), url)
     with open(path, "rb") as file:
-        md5, found = hashlib.file_digest(file, storage.md5).hexdigest(), storage.stat(url)
-    if found.size != os.path.getsize(path) or found.md5 not in (None, md5):
+        own, found = hashlib.file_digest(file, md5).hexdigest(), storage.stat(url)
+    if found.size != os.path.getsize(path) or found.md5 not in (None, own):
         raise StorageError(f"{url} is not what was uploaded")
 
 

@@ -55,7 +55,7 @@ def commit(root: Path, record_name: str, record: str) -> None:
     url = its_mirror.url_of(root)
     storage.write(f"{url}/{record_name}", record.encode())
     found = storage.find(url)
-    keeps_md5 = found[record_name].md5 == storage.md5(record.encode()).hexdigest()
+    keeps_md5 = found[record_name].md5 == manifest.md5(record.encode()).hexdigest()
     with ThreadPoolExecutor(_THREADS) as pool:
         checksums = pool.map(lambda name: _checksum(f"{url}/{name}", found[name], keeps_md5), found)
         sums = {name: (sum_, found[name].size) for name, sum_ in zip(found, checksums, strict=True)}

@@ -13,6 +13,7 @@ The checksums of a large model would take one process minutes to hours, so sever
 `share` assigns the files to processes.
 """
 
+import functools
 import hashlib
 import json
 import zlib
@@ -21,11 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from maxlp.runtime import files
-from maxlp.runtime.storage import md5
 
 NAME = "manifest.txt"
 _THREADS = 4
 _BLOCK_BYTES = 4 << 20
+
+# The checksum that stores keep. A system in FIPS mode refuses MD5 unless it is said not to be for security.
+md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 
 Checksums = dict[str, tuple[str, int]]
 """CRC-32 (or ``md5:MD5``; hexadecimal) and size in bytes of each file, by its path within the folder."""

@@ -7,8 +7,6 @@ URLs are kept, never file systems or open files: those survive neither a fork no
 import base64
 import contextlib
 import datetime
-import functools
-import hashlib
 import importlib.util
 import logging
 import re
@@ -32,9 +30,6 @@ ANSWER_SECONDS = 7.0  # in which a store must answer `check`
 
 _REFUSED = re.compile(r"\b40[13]\b|credential|forbidden|unauthori[sz]ed|access ?denied|anonymous", re.I)
 _MAX_REASON = 200  # characters
-
-# The checksum that stores keep. A system in FIPS mode refuses MD5 unless it is said not to be for security.
-md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 
 
 class StorageError(OSError):

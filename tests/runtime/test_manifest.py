@@ -1,6 +1,9 @@
 """Checksums and manifests of plain folders."""
 
+import os
 import random
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -99,3 +102,12 @@ def test_files_are_on_disk_when_their_checksums_are_known(folder, monkeypatch):
     monkeypatch.setattr(manifest.files, "sync", synced.append)
     manifest.checksums(folder, CONTENT)
     assert sorted(synced) == sorted(folder / name for name in CONTENT)
+
+
+def test_systems_in_fips_mode_compute_the_checksums_of_buckets(tmp_path):
+    config = tmp_path / "openssl.cnf"
+    config.write_text("openssl_conf = a\n[a]\nalg_section = b\n[b]\ndefault_properties = fips=yes\n")
+    code = "from maxlp.runtime import manifest; print(manifest.md5(b'0123456789').hexdigest())"
+    environment = os.environ | {"OPENSSL_CONF": str(config)}
+    found = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert found == "781e5e245d69b566979b86e28d23f2c7\n"
