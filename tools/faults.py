@@ -662,6 +662,16 @@ PRECISION = [
         ),
     ),
     *_in(
+        "precision/integers.py",
+        "precision/test_dot.py::test_a_sum_over_many_tokens_is_one_of_sums_that_fit_int32",
+        (
+            "jax.lax.dot_general, preferred_element_type=jnp.int32",
+            "jax.lax.dot_general, preferred_element_type=jnp.float32",
+            "precision/test_hlo.py",
+        ),
+        ("math.prod(parts) >= fewest", "math.prod(parts) >= fewest - 1"),
+    ),
+    *_in(
         "precision/dot.py",
         "precision/test_dot.py",
         # The input quantized with the kernel's history, where residuals are full.
@@ -733,16 +743,6 @@ PRECISION = [
             "quantized.rotate(saved_x, -2), quantized.rotate(g, -2)",
             "quantized.rotate(saved_x, -2), g",
             "precision/test_blocks.py",
-        ),
-        (
-            "jax.lax.dot_general, preferred_element_type=jnp.int32",
-            "jax.lax.dot_general, preferred_element_type=jnp.float32",
-            "precision/test_hlo.py",
-        ),
-        (
-            "math.prod(parts) >= fewest",
-            "math.prod(parts) >= fewest - 1",
-            "precision/test_dot.py::test_a_sum_over_many_tokens_is_one_of_sums_that_fit_int32",
         ),
         (
             "return dx, dkernel, None, None, None, new_history",

@@ -5,7 +5,8 @@ Shapes: the input is ``(…, K)``, the kernel ``(K, N)``, the output and its gra
 The dtype that a matmul returns before its scales are applied:
 
 * int8 operands give int32, which is exact for up to 133,144 products (2^31 / 127²). A longer sum, such as
-  that of ``int8_all`` over more tokens, is one of shorter sums in int32 that are added in float32.
+  that of ``int8_all`` over more tokens, is one of shorter sums in int32 that are added in float32, see
+  `maxlp.precision.integers`.
 * FP8 operands with power-of-two scales give bfloat16 if that is the dtype of the result: applying such
   scales rounds nothing, and XLA folds it into the matmul.
 * FP8 operands with other scales give float32, so that the result is rounded only once. An exception is
@@ -18,7 +19,6 @@ forward pass uses it and the backward pass does not, as in Transformer Engine.
 """
 
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -37,8 +37,6 @@ from maxlp.precision import blocks, delayed, sampling, smooth_swiglu
 from maxlp.precision.mesh_product import Product
 from maxlp.precision.recipes import GEMMS, Operand, Recipe
 from maxlp.precision.sampling import Sampled
-
-INT32_MAX = 2**31 - 1
 
 
 class QuantDot(nnx.Module):
@@ -450,7 +448,9 @@ def _gemm(
 
     def multiply(a: Quantized, b: Quantized, _: jax.Array | None) -> jax.Array:
         if kind == "int":
-            product = _integer_product(a.codes, b.codes, pair, numbers, out_sharding)
+            from maxlp.precision import integers
+
+            product = integers.dot_general(a.codes, b.codes, pair, numbers, out_sharding)
         else:
             product = jax.lax.dot_general(
                 a.codes, b.codes, numbers, precision, product_dtype, out_sharding=out_sharding
@@ -463,50 +463,6 @@ def _gemm(
         return (product.astype(multiply_in) * scale.astype(multiply_in)).astype(dtype)
 
     return Product(multiply, numbers[0], in_blocks=False)(a, b)
-
-
-def _integer_product(a: jax.Array, b: jax.Array, pair, numbers, out_sharding) -> jax.Array:
-    """The matmul of integers in int32; in float32 if a sum could be too large for int32.
-
-    The contracted axes are then split into parts, whose sums are exact in int32 and added in float32. The
-    parts are batch axes: a mesh that shards a contracted axis shards its parts, so that no operand moves.
-    """
-    multiply = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.int32)
-    axes_a, axes_b = numbers[0]
-    sizes = [a.shape[axis] for axis in axes_a]
-    limit = INT32_MAX // math.prod(int(formats.get(operand.format).max) for operand in pair)
-    if math.prod(sizes) <= limit:
-        return multiply(a, b, numbers, out_sharding=out_sharding)
-    parts, n = _parts(sizes, limit), len(sizes)
-
-    def split(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-        """Moves the contracted axes to the front: first the parts of all, then what one part contains."""
-        x = jnp.moveaxis(x, axes, range(n))
-        of_axes = [k for size, many in zip(sizes, parts, strict=True) for k in (many, size // many)]
-        x = x.reshape(*of_axes, *x.shape[n:])
-        return jnp.moveaxis(x, range(0, 2 * n, 2), range(n))
-
-    def sum_of_parts(a: jax.Array, b: jax.Array) -> jax.Array:
-        batch, contracted = tuple(range(n)), tuple(range(n, 2 * n))
-        products = multiply(split(a, axes_a), split(b, axes_b), ((contracted, contracted), (batch, batch)))
-        return products.astype(jnp.float32).sum(batch)
-
-    if out_sharding is None:
-        return sum_of_parts(a, b)
-    with_auto_axes: Any = jax.sharding.auto_axes(sum_of_parts, out_sharding=out_sharding)
-    return with_auto_axes(a, b)
-
-
-def _parts(sizes: list[int], limit: int) -> tuple[int, ...]:
-    """The number of parts of each axis such that a part of all axes has at most ``limit`` entries.
-
-    It is the fewest that divide the axes, and of the first one, the rows, where there is a choice: meshes
-    rarely shard the others.
-    """
-    divisors = ([k for k in range(1, size + 1) if size % k == 0] for size in sizes)
-    fewest = math.prod(sizes) / limit
-    enough = (parts for parts in itertools.product(*divisors) if math.prod(parts) >= fewest)
-    return min(enough, key=lambda parts: (math.prod(parts), parts[1:]))
 
 
 def _free(scale: jax.Array, contracted, before: int, after: int) -> jax.Array:

@@ -4,7 +4,6 @@ Every command ends with exit code 2 and one line for what the user can correct, 
 a file. Imports nothing heavy: a mistake in a flag is reported at once.
 """
 
-import difflib
 import errno
 import functools
 import os
@@ -22,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.tuple_parser import TupleParser
 
 from maxlp import schema
-from maxlp.run.config import RENAMED, ConfigError, choices, load_file
+from maxlp.run.config import ConfigError, choices, load_file
 from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 from maxlp.runtime.files import shown
 
@@ -200,7 +199,9 @@ def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
         sys.exit(0)  # absl ends --help with 1
     # For an override of an unknown key ml_collections raises AttributeError, KeyError or TypeError.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        _fail(_unknown_override(argv) or _one_line(error))
+        from maxlp.run import unknown_override  # few commands need it
+
+        _fail(unknown_override.explain(argv) or _one_line(error))
 
 
 def _config_first(words: list[str]) -> list[str]:
@@ -229,45 +230,6 @@ def _one_line(error: BaseException) -> str:
     text = text.replace("--config is missing; see --help", f"--config is missing; {choices()}")
     folder = "give the folder of the run, as in --workdir=/tmp/run"
     return text.replace("--workdir is missing; see --help", f"--workdir is missing; {folder}")
-
-
-def _unknown_override(argv: list[str]) -> str | None:
-    """The message for the first --config.SECTION.KEY that the config does not have."""
-    c = flags.FLAGS["config"].parser.config if "config" in flags.FLAGS else None
-    if c is None:
-        return None
-    for word in argv:
-        name = word.partition("=")[0].lstrip("-")
-        section, dot, key = name.partition(".")
-        if dot and section in c and ("=" in word or word.startswith("-")):
-            close = [key] if key in c[section] else difflib.get_close_matches(key, c[section], 1)
-            return (
-                f"{name} is unknown; did you mean --config.{section}.{close[0] if close else 'KEY'}=VALUE?"
-            )
-        if section != "config" or not dot:
-            continue
-        if new := RENAMED.get(name.removeprefix("config.")):
-            return f"{name} is now config.{new}"
-        here: Any = c
-        for part in name.split(".")[1:]:
-            if not isinstance(here, ConfigDict):
-                return f"--{name} is unknown; {part!r} is below a value, not a section"
-            if part not in here:
-                if name.startswith("config.optimizer.options."):
-                    return f"--{name} {_unknown_option(part, c.optimizer.name, argv)}"
-                return f"--{name} {schema.unknown_key(part, here)}"
-            here = here.get(part)
-    return None
-
-
-def _unknown_option(key: str, optimizer: str, argv: list[str]) -> str:
-    """The phrase for an unknown key of `optimizer.options`; ``argv`` may override the optimizer's name."""
-    from maxlp.optim.config import OPTIMIZERS, unknown_option  # other commands do not need them
-
-    flag = "config.optimizer.name="
-    given = [word.partition("=")[2] for word in argv if word.lstrip("-").startswith(flag)]
-    name = [optimizer, *given][-1]
-    return unknown_option(key, name) if name in OPTIMIZERS else f"is unknown, as is optimizer.name={name!r}"
 
 
 def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:

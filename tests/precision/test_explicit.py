@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.precision import RECIPES, dot, make_recipe
+from maxlp.precision import RECIPES, integers, make_recipe
 from tests.precision.fixtures import Layer
 
 LAYOUTS = {  # the partitions of input and kernel
@@ -78,7 +78,7 @@ def test_explicit_axes_equal_automatic_ones_and_one_device(name, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_of_integers_in_parts_equal_whole_ones(kind, layout, monkeypatch):
     whole = jax.device_get(layer("int8_all")(**arrays(), out_sharding=None))
-    monkeypatch.setattr(dot, "INT32_MAX", 32 * 127**2)
+    monkeypatch.setattr(integers, "INT32_MAX", 32 * 127**2)
     monkeypatch.setitem(globals(), "layer", layer.__wrapped__)  # traced again
     found, specs = on_mesh("int8_all", kind, layout)
     for key in ("y", "dx", "dkernel"):
