@@ -2,6 +2,8 @@
 
 python -m maxlp.train --config=configs/llama/1b.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
+
+The paper's validation perplexity: 15.56, with GaLore 15.64.
 """
 
 from maxlp.families.llama.presets import llama_c4

@@ -2,6 +2,8 @@
 
 python -m maxlp.train --config=configs/llama/60m.py --workdir=/tmp/run \
     --config.data.source=array_record:/data/c4 --config.data.tokenizer=/data/tokenizer.json
+
+The paper's validation perplexity: 34.06, with GaLore 34.88.
 """
 
 from maxlp.families.llama.presets import llama_c4

@@ -3,6 +3,7 @@
 python -m maxlp.train --config=configs/llama/tiny.py --workdir=/tmp/run
 
 344,000 parameters, 300 steps of 1,024 tokens: half a minute. `benchmarks/fidelity.py` runs its variants.
+Validation bits per byte: 2.52 on all validation files (Python 3.11's library).
 """
 
 from ml_collections import config_dict
