@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlp.optim.config import AdaGCConfig
-from maxlp.optim.tree_utils import over_tensor, per_tensor, tensor_norm, widened
+from maxlp.optim.tree_utils import clip_factor, over_tensor, per_tensor, tensor_norm, widened
 
 
 class AdaGCState(NamedTuple):
@@ -42,9 +42,7 @@ def clip_by_own_norms(config: AdaGCConfig, clip_norm: float = 0.0) -> optax.Grad
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params
         warming = state.count < config.warmup_steps
-        first = jnp.float32(1.0)
-        if clip_norm:
-            first = jnp.minimum(1.0, clip_norm / jnp.maximum(optax.tree.norm(widened(updates)), 1e-30))
+        first = clip_factor(updates, clip_norm) if clip_norm else jnp.float32(1.0)
 
         def factor(norm: jax.Array, average: jax.Array) -> jax.Array:
             own = jnp.minimum(1.0, config.ratio * average / jnp.where(norm > 0, norm, 1.0))

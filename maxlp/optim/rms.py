@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import KeyPath
 
 from maxlp.optim.config import OptimizerConfig
-from maxlp.optim.tree_utils import by_name, find_states, name_of, tensor_axes, widened
+from maxlp.optim.tree_utils import by_name, clip_factor, find_states, name_of, tensor_axes, widened
 
 Rms = Callable[[optax.Updates, optax.OptState], dict[str, jax.Array]]
 
@@ -45,9 +45,8 @@ def _second_moment_rms(
     [(_, state)] = find_states(opt_state, state_type)
     moments = dict(jax.tree.flatten_with_path(state.nu)[0])
     debias = 1 - config.b2 ** state.count.astype(jnp.float32)
-    grads, scale = widened(grads), 1.0
-    if config.clip_norm:
-        scale = jnp.minimum(1.0, config.clip_norm / jnp.maximum(optax.tree.norm(grads), 1e-30))
+    grads = widened(grads)
+    scale = clip_factor(grads, config.clip_norm) if config.clip_norm else 1.0
     rms = {}
     for path, g in jax.tree.flatten_with_path(grads)[0]:
         if path in moments:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.tree_util import DictKey, KeyPath
 
 from maxlp.schema import RegularExpression
@@ -43,6 +44,11 @@ def matches(path: KeyPath, patterns: Sequence[str]) -> bool:
 def widened(tree: Any) -> Any:
     """The tree with its arrays in float32; float64 arrays keep their dtype."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
+def clip_factor(grads: optax.Updates, max_norm: float) -> jax.Array:
+    """The factor, at most 1, that scales gradients down to a global norm: a float32 scalar."""
+    return jnp.minimum(1.0, max_norm / jnp.maximum(optax.tree.norm(widened(grads)), 1e-30))
 
 
 def tensor_axes(path: KeyPath, x: jax.Array) -> tuple[int, ...]:
