@@ -1,4 +1,4 @@
-"""The sections of docstrings describe what exists, and are indented alike."""
+"""Docstrings describe what exists, tell which errors a function raises, and are indented alike."""
 
 import ast
 import re
@@ -67,3 +67,24 @@ def test_sections_describe_what_exists(path):
         for line in lines:
             stripped = line.strip()
             assert line == stripped or not SECTION.match(stripped), f"{node.name}: {stripped} is indented"
+
+
+ERRORS = {"ValueError", "ConfigError", "CheckpointError"}
+
+
+def raised(node: ast.AST) -> Iterator[str]:
+    """The names of the errors that a function itself raises, not one inside it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call):
+            yield ast.unparse(child.exc.func)
+        elif not isinstance(child, Documented):
+            yield from raised(child)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "maxlp").glob("*/**/*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_public_functions_tell_which_errors_they_raise(path):
+    for node, lines in definitions(path):
+        if isinstance(node, ast.FunctionDef) and node.name[0] != "_" and ERRORS & {*raised(node)}:
+            assert re.search(r"Raises:|raises|Error", " ".join(lines)), node.name

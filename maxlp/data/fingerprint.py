@@ -31,7 +31,7 @@ COMMIT = re.compile(r"(?:^hf://[^@]+@|/(?:datasets|models)--[^/]+/snapshots/)([0
 
 
 def of_files(paths: Sequence[str]) -> str:
-    """The fingerprint of files or URLs in this order, 32 hexadecimal digits."""
+    """The fingerprint of files or URLs in this order, 32 hexadecimal digits; a ValueError without any."""
     if not paths:
         raise ValueError("paths() of a data source names no file")
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])

@@ -185,7 +185,7 @@ def stat(url: str) -> storage.Entry:
 
 
 def read_range(url: str, start: int, end: int) -> bytes:
-    """Bytes `start` to `end` of a file."""
+    """Bytes `start` to `end` of a file; a ValueError if the server sends more or fewer."""
     if start == end:
         return b""
     data = retried(lambda: storage.read(url, start, end), url)

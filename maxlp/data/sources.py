@@ -229,7 +229,7 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes with the files; see `data.fingerprint`."""
+        """Changes with the files; see `data.fingerprint`. A ValueError if the reader does not name them."""
         from maxlp.data import fingerprint
 
         try:

@@ -205,6 +205,9 @@ def make_dataset(
       seed: determines the order of documents and windows.
       process_index: index of this process among those that share the global batch.
       process_count: number of these processes.
+
+    Raises:
+      ValueError: a batch or a process index that does not fit the processes, or a mixture with epochs.
     """
     assert len(sources) == len(weights) > 0
     common.check_process(config.batch_size, seed, process_index, process_count)

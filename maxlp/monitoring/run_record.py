@@ -136,7 +136,11 @@ class Run:
 
     @property
     def spike_config(self) -> SpikeConfig:
-        """The run's definition of a spike; keys of other versions of maxlp are ignored."""
+        """The run's definition of a spike; keys of other versions of maxlp are ignored.
+
+        Raises:
+          ValueError: a wrong value in `config.json`.
+        """
         known = {field.name for field in dataclasses.fields(SpikeConfig)}
         values = self.config.get("spikes", {})
         # None is the default, as in `config.bind`.

@@ -93,6 +93,9 @@ def choose(arg: str, c: ConfigDict, galore: tuple[int, float] | None = None) -> 
     Args:
       galore: the rank that a bare ``galore`` means in this config, and its learning rate with GaLore, in
         place of the divided one.
+
+    Raises:
+      ValueError: an unknown name, a wrong value, or a bare ``galore`` without a rank in this config.
     """
     rank, galore_rate = galore or (None, None)
     items = (arg or "").split(",")

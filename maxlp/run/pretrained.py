@@ -439,6 +439,10 @@ def load(s: Settings, mesh: Mesh, workdir: Path | None) -> State:
 
     Args:
       workdir: holds the run's tokenizer; only a swap of tokenizers needs it.
+
+    Raises:
+      ConfigError: weights that cannot be found, or whose tokenizer to swap is missing.
+      ValueError: tensors that do not fit the config, or cannot be read.
     """
     if workdir is not None:
         agree_on_commits(workdir, s.train.init_from)

@@ -82,7 +82,8 @@ def check_writable(directory: Path, name: str) -> None:
 def scratch(workdir: Path) -> Iterator[Path]:
     """A temporary folder in place of a workdir: a dry run does there what a start does to the workdir.
 
-    It holds links to what the workdir holds; files are replaced by renaming, which replaces the link.
+    It holds links to what the workdir holds; files are replaced by renaming, which replaces the link. The
+    message of a ValueError names the workdir instead of it.
     """
     parent = next(path for path in workdir.absolute().parents if path.exists())
     shared = parent if jax.process_count() > 1 else None

@@ -42,7 +42,11 @@ def uncompressed(paths: Sequence[str]) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a{00..02}{x,y}` → a00x, a00y, a01x …; a leading zero pads all numbers of a range, as in bash."""
+    """`a{00..02}{x,y}` → a00x, a00y, a01x …; a leading zero pads all numbers of a range, as in bash.
+
+    Raises:
+      ValueError: a range that is empty, such as `{5..1}`.
+    """
     match = re.search(r"\{([^{}]*)\}", pattern)
     if not match:
         return [pattern]

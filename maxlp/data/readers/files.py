@@ -42,7 +42,7 @@ def open_stdlib(spec: Spec, *, validation: float = VALIDATION) -> Source:
 
 
 def open_files(spec: Spec, *, validation: float = VALIDATION) -> Source:
-    """Opens the files of a folder, a glob or a single path."""
+    """Opens the files of a folder, a glob or a path; a ValueError for the validation split of one file."""
     root, paths = find_files(spec.path)
     names = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     if len(names) == 1 and spec.split == "validation":

@@ -131,7 +131,11 @@ class Tars:
 
 
 def open_tars(spec: Spec, *, text: str = "txt", validation: float = VALIDATION) -> Source:
-    """Opens WebDataset tars; see `Tars` for `text`."""
+    """Opens WebDataset tars; see `Tars` for `text`.
+
+    Raises:
+      ValueError: there are no tars, or no sample has the file that `text` names.
+    """
     found = Tars(spec.path, text)
     if text != "txt" and not found.has_captions():
         kind = text.partition(":")[0]

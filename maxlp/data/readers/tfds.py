@@ -86,6 +86,9 @@ def open_tfds(
       image_key, text_key, label_key: names of features. For text, `text_key` is "text" by default,
         and the others must not be given. For images they are "image", none and "label" by default.
       data_dir: where the dataset was prepared; TFDS's own default if empty.
+
+    Raises:
+      ValueError: an option for images, given for text.
     """
     given = {"image_key": image_key, "text_key": text_key, "label_key": label_key}
     keys = dict(TEXT_KEYS if spec.content == "text" else IMAGE_TEXT_KEYS)

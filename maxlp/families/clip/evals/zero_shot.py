@@ -60,7 +60,11 @@ def class_embeddings(
     tokenize: Callable[[list[str]], np.ndarray],
     batch_size: int,
 ) -> np.ndarray:
-    """The normalized mean of the normalized embeddings of each class's prompts, float32 (C, E)."""
+    """The normalized mean of the normalized embeddings of each class's prompts, float32 (C, E).
+
+    Raises:
+      ValueError: a template without a place for the name of the class.
+    """
     for template in templates:
         if template.format("") == template:
             raise ValueError(f"template {template!r} has no {{}} for the name of the class; add one")
