@@ -1,4 +1,4 @@
-"""Docstrings describe what exists, tell which errors a function raises, and are indented alike."""
+"""Docstrings describe what exists, explain shape letters and errors, and are indented alike."""
 
 import ast
 import re
@@ -69,6 +69,7 @@ def test_sections_describe_what_exists(path):
             assert line == stripped or not SECTION.match(stripped), f"{node.name}: {stripped} is indented"
 
 
+PACKAGES = sorted((ROOT / "maxlp").glob("*/**/*.py"))  # not commands, whose docstrings are help
 ERRORS = {"ValueError", "ConfigError", "CheckpointError"}
 
 
@@ -81,10 +82,17 @@ def raised(node: ast.AST) -> Iterator[str]:
             yield from raised(child)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "maxlp").glob("*/**/*.py")), ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_public_functions_tell_which_errors_they_raise(path):
     for node, lines in definitions(path):
         if isinstance(node, ast.FunctionDef) and node.name[0] != "_" and ERRORS & {*raised(node)}:
             assert re.search(r"Raises:|raises|Error", " ".join(lines)), node.name
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_explain_the_letters_of_shapes(path):
+    nodes = [*ast.walk(tree := ast.parse(path.read_text()))]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    if shaped := [name for name in names if re.fullmatch(r"[a-z]\w*_[A-Z][A-Za-z0-9]*", name)]:
+        assert re.search(r"\b(Shape l|L)etters\b", ast.get_docstring(tree) or ""), shaped

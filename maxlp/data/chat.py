@@ -15,6 +15,8 @@ the content. (Other special tokens may begin a tool call.) If the template marks
 To find the contents in the text, the messages are rendered a second time with marks around each content.
 A tool call without content, in which marks would change the text, is found as what follows the messages
 before it.
+
+Letters: T tokens of a conversation.
 """
 
 from __future__ import annotations

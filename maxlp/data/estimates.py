@@ -1,4 +1,7 @@
-"""About how many tokens and windows the documents of a source give, from a sample of them."""
+"""About how many tokens and windows the documents of a source give, from a sample of them.
+
+Letters: W windows.
+"""
 
 import math
 import time

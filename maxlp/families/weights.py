@@ -3,6 +3,8 @@
 A `Layout` is a table of names. Beyond names, three things differ: kernels are (in, out) here and (out, in)
 in PyTorch; a leaf of ``layers`` here is a stack of the tensors of all layers there; and some libraries
 keep the kernels of q, k and v in one tensor.
+
+Shape letters: O out · I in · p pixels of a patch, along its height and its width.
 """
 
 import contextlib

@@ -10,6 +10,8 @@ fastest:
 * ``context``: splits the sequence and the parameters (`nn.attention.ring`);
 * ``tensor``: splits heads, MLP width and vocabulary (Megatron). Between the matmuls it splits the
   sequence, so that norms and residuals are neither stored nor computed twice.
+
+Shape letters: B batch · S length · D embed · V vocab.
 """
 
 import dataclasses

@@ -10,6 +10,8 @@ are folded into the weights (Fishman et al. 2024, arXiv:2409.12517, section 4.4)
 They are those of the form ``balanced``: ``s_i = sqrt(max |h_i| / max |w_i|)``, rounded up to a power of
 two, so that the function stays the same bit for bit. ``h`` is the gated product, whose largest magnitudes
 are measured on data, and ``w_i`` is row i of Wdown: the spread of the channels is shared between them.
+
+Shape letters: F channels.
 """
 
 import fnmatch

@@ -32,6 +32,8 @@ the output (total error in brackets; "jump": the history is from before the chan
 * ``token``: one factor per token, which the output is multiplied by. This is what the authors'
   published code does (there it is the maximum of the linear branch; here of the product, which is
   what is quantized). It evens out the magnitudes of tokens, not those of channels.
+
+Shape letters: K channels of the product.
 """
 
 import dataclasses

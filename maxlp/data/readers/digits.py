@@ -1,4 +1,7 @@
-"""Handwritten digits of 8 × 8 pixels, from the file that scikit-learn contains."""
+"""Handwritten digits of 8 × 8 pixels, from the file that scikit-learn contains.
+
+Letters: H height, W width, C channels.
+"""
 
 import csv
 import gzip

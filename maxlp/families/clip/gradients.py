@@ -8,6 +8,8 @@ microbatches use cached contrastive gradients (GradCache, Gao et al. 2021, arXiv
     3  each microbatch again: its features' gradient is propagated to the parameters
 
 The result is the gradient of the whole batch, with the activations of one microbatch in memory.
+
+Shape letters: B batch · E joint dim.
 """
 
 import functools

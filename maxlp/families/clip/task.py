@@ -1,4 +1,7 @@
-"""Contrastive learning on pairs of images and texts."""
+"""Contrastive learning on pairs of images and texts.
+
+Shape letters: B batch · H, W height and width · C channels · S text length · E joint dim.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,7 @@
-"""CLIP's tensors in the formats of Hugging Face and open_clip: tables of names."""
+"""CLIP's tensors in the formats of Hugging Face and open_clip: tables of names.
+
+Shape letters: S positions · D embed.
+"""
 
 import dataclasses
 

@@ -11,6 +11,8 @@ corner of the box, and no search is needed: one forward pass, whose head runs on
 
 ε is 1e-3, one of the two values of Keskar et al. That of Lee et al. is not known here, so results can only
 be compared with others of this program.
+
+Shape letters: B batch · S length · D embed · V vocab.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Next-token prediction on packed text."""
+"""Next-token prediction on packed text. Shape letters: B batch · S length · D embed."""
 
 import dataclasses
 import functools

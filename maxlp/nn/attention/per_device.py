@@ -1,4 +1,7 @@
-"""Kernels that XLA cannot partition, run on each device's part of the batch and of the heads."""
+"""Kernels that XLA cannot partition, run on each device's part of the batch and of the heads.
+
+Shape letters: those of `nn.attention`.
+"""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""JAX's splash attention, a Pallas kernel for TPU."""
+"""JAX's splash attention, a Pallas kernel for TPU. Shape letters: those of `nn.attention`."""
 
 import jax
 import jax.numpy as jnp
