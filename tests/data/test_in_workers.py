@@ -32,9 +32,8 @@ def test_the_life_of_workers():
     with pytest.raises(ChildProcessError, match="a data worker died"):
         for _ in range(5):
             next(iterator)
-    began = time.monotonic()
     iterator.close()
-    assert time.monotonic() - began < 2 and not multiprocessing.active_children()
+    assert first.exitcode == -signal.SIGKILL and not multiprocessing.active_children()
 
 
 def test_elements_come_in_turn_and_errors_arrive_with_their_tracebacks():

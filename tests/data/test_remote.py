@@ -132,11 +132,10 @@ def test_failures_that_may_pass_are_tried_again_and_told(server, caplog):
 )
 def test_errors_are_one_line_and_name_the_url(server, spec, message):
     write_jsonl(server.folder / "a0.jsonl", TEXTS)
-    start = time.monotonic()
     with pytest.raises((ValueError, OSError)) as caught:
         make_source(spec.format(url=server.url), "all")
     assert message.format(url=server.url) in str(caught.value), caught.value
-    assert "\n" not in str(caught.value) and time.monotonic() - start < 10
+    assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_does_not_send_parts_is_named(server):
