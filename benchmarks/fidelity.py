@@ -166,7 +166,7 @@ def compare(
                 for i, batch in enumerate(batches)
             ]
         state, records = run.train(run.init(seed), batches, watch(run))
-        return {"heldout": validation_loss(run, state), **records}
+        return {"validation": validation_loss(run, state), **records}
 
     run_missing(experiment, VARIANTS[experiment], seeds, data, measure, only, adapt)
 
@@ -253,7 +253,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
                 trainers[name] = Trainer(TUNING | FORMS[name], data)
             stages = grow_in_stages(trainers[name], aligned, seed, batches[steps:])
             results.add(name, seed, {"unaligned": unaligned, "stages": stages})
-            losses = " ".join(f"{stage['heldout']:.3f}" for stage in stages)
+            losses = " ".join(f"{stage['validation']:.3f}" for stage in stages)
             print(
                 f"smooth_swiglu / {name} / seed {seed}: {losses} ({time.time() - start:.0f} s)", flush=True
             )
@@ -273,7 +273,7 @@ def grow_in_stages(run: Trainer, params: dict, seed: int, batches: list[dict]) -
             state = state | {"params": grow(state["params"])}
         part = batches[stage * STAGE_STEPS :][:STAGE_STEPS]
         state, records = run.train(state, part, watch_nothing)
-        stages.append(records | {"heldout": validation_loss(run, state, 16), **amax_of_product(state)})
+        stages.append(records | {"validation": validation_loss(run, state, 16), **amax_of_product(state)})
     return stages
 
 
@@ -337,14 +337,14 @@ def nvfp4_tokens(seeds: list[int], only: list[str], data: Data) -> None:
         def finish(name: str, run: Trainer, state: State, records: dict, seed: int = seed) -> None:
             state, last = run.train(state, batches[LATE:], watch_nothing)  # noqa: B023
             both = {key: records[key] + last[key] for key in last}
-            results.add(name, seed, {"heldout": validation_loss(run, state), **both})
+            results.add(name, seed, {"validation": validation_loss(run, state), **both})
 
         finish("bf16", high, *high.train(high.init(seed), batches[:LATE], watch_nothing))
         state, records = low.train(low.init(seed), batches[:LATE], watch_nothing)
         before = jax.device_get(state)
         finish("nvfp4", low, state, records)
         finish("nvfp4, then bf16", high, jax.device_put(before, high.shardings), records)
-        print({name: run[str(seed)]["heldout"] for name, run in results.runs.items()}, flush=True)
+        print({name: run[str(seed)]["validation"] for name, run in results.runs.items()}, flush=True)
 
 
 def weight_gradient() -> None:

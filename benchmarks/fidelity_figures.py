@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from maxlp.monitoring import spikes
 from maxlp.runtime.messages import counted
 
-# variant → seed → measurements; "heldout" in the files is the validation loss
+# variant → seed → measurements, of which "validation" is the validation loss
 Runs = dict[str, dict[str, dict[str, Any]]]
 
 COLORS = ["#2f6db3", "#e07b1a", "#3a9a5c", "#c8322b", "#7d5ba6", "#1aa3b0", "#8a6d3b", "#d45d9e", "#555555"]
@@ -47,9 +47,9 @@ def compared(runs: Runs, figure: Figure) -> None:
     base_name, base = next(iter(runs.items()))
     rows = []
     for name, seeds in runs.items():
-        losses = np.array([run["heldout"] for run in seeds.values()])
+        losses = np.array([run["validation"] for run in seeds.values()])
         both = [seed for seed in seeds if seed in base]
-        differences = np.array([seeds[seed]["heldout"] - base[seed]["heldout"] for seed in both])
+        differences = np.array([seeds[seed]["validation"] - base[seed]["validation"] for seed in both])
         row = [name, str(len(losses)), plus_minus(losses)]
         if name == base_name or not both:
             row += ["", "", ""]
@@ -70,7 +70,7 @@ def compared(runs: Runs, figure: Figure) -> None:
         left.fill_between(
             range(curves.shape[1]), curves.min(0), curves.max(0), color=color, alpha=0.15, lw=0
         )
-        held = [seeds[s]["heldout"] - base[s]["heldout"] for s in both]
+        held = [seeds[s]["validation"] - base[s]["validation"] for s in both]
         right.plot(held, [name] * len(held), "o", color=color, alpha=0.8)
     left.axhline(0, color="black", linewidth=0.8)
     left.set_yscale("symlog", linthresh=LINEAR_BELOW)
@@ -127,7 +127,7 @@ def optimizers(runs: Runs, figure: Figure) -> None:
             for run in seeds.values()
             if "rms_hidden" in run
         ]
-        row = [name, str(len(seeds)), plus_minus(np.array([run["heldout"] for run in seeds.values()]))]
+        row = [name, str(len(seeds)), plus_minus(np.array([run["validation"] for run in seeds.values()]))]
         row += [f"{sum(counts)} ({', '.join(map(str, counts))})"]
         if predictions:
             hits, chance = sum(f.predicted for f in predictions), sum(f.by_chance for f in predictions)
@@ -169,13 +169,13 @@ def smooth_swiglu(runs: Runs, figure: Figure) -> None:
     rows = []
     left, right = figure.subplots(1, 2)
     for color, (name, seeds) in zip(COLORS, runs.items(), strict=False):
-        held = {s: np.array([stage["heldout"] for stage in run["stages"]]) for s, run in seeds.items()}
+        held = {s: np.array([stage["validation"] for stage in run["stages"]]) for s, run in seeds.items()}
         if name == "bf16":
             values = np.array(list(held.values()))
             rows.append([f"{name} (the loss itself)", *[f"{v:.3f}" for v in values.mean(0)]])
             continue
         differences = np.array(
-            [held[s] - [stage["heldout"] for stage in base[s]["stages"]] for s in held if s in base]
+            [held[s] - [stage["validation"] for stage in base[s]["stages"]] for s in held if s in base]
         )
         rows.append([name, *[plus_minus(column, "+.3f") for column in differences.T]])
         left.plot(

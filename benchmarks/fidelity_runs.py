@@ -146,7 +146,7 @@ def run_missing(
 
     Args:
       variants: changes of the config of ``data``, by name; each variant is compiled once.
-      measure: trains with a seed and returns what to record, the validation loss under ``heldout``.
+      measure: trains with a seed and returns what to record, the validation loss under ``validation``.
       only: names of variants to measure; all by default.
       adapt: see `Trainer`.
     """
@@ -159,7 +159,7 @@ def run_missing(
             trainers[name] = Trainer(variants[name], data, adapt)
         measured = measure(trainers[name], seed)
         results.add(name, seed, measured)
-        loss = f"{measured['heldout']:.4f} " if "heldout" in measured else ""
+        loss = f"{measured['validation']:.4f} " if "validation" in measured else ""
         print(f"{experiment} / {name} / seed {seed}: {loss}({time.time() - start:.0f} s)", flush=True)
 
 

@@ -112,7 +112,7 @@ def compare(experiment: str, variants: dict[str, dict], seeds: list[int]) -> Non
         def measure(run: Trainer, seed: int) -> dict[str, float]:
             batches = data.batches(seed, run.settings.train.total_steps)
             state, records = run.train(run.init(seed), batches, watch_nothing)
-            return {"heldout": run.evaluate(state)["loss"], "loss": records["loss"][-1]}
+            return {"validation": run.evaluate(state)["loss"], "loss": records["loss"][-1]}
 
         run_missing(experiment, variants, seeds, data, measure)
 
@@ -194,7 +194,7 @@ def number(value: float | None) -> float:
 def gaps_of(runs: dict, spec: str) -> list[float]:
     """The gap of each seed in nats; infinite if the run diverged."""
     both = [seed for seed in sorted(runs[spec]) if seed in runs["bf16"]]
-    gaps = [runs[spec][seed]["heldout"] - runs["bf16"][seed]["heldout"] for seed in both]
+    gaps = [runs[spec][seed]["validation"] - runs["bf16"][seed]["validation"] for seed in both]
     return [gap if math.isfinite(gap) else math.inf for gap in gaps]
 
 

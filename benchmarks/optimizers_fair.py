@@ -243,7 +243,7 @@ class Plan:
         found: dict[int, float] = {}
         exponent = next_exponent(found, self.start, self.budget)
         while exponent is not None and (run := self.measured(method, run_name(exponent, SEARCH_SEED))):
-            found[exponent] = run["heldout"]
+            found[exponent] = run["validation"]
             exponent = next_exponent(found, self.start, self.budget)
         return found
 
@@ -300,7 +300,7 @@ def run_once(method: str, exponent: int, seed: int, plan: Plan, run: Trainer, da
     kept = {} if seed == SEARCH_SEED else {"loss": records["loss"]}
     if scale_invariant:
         kept["growth"] = digits(query_key_norm(state) / before)
-    plan.save(method, run_name(exponent, seed), {"heldout": loss} | kept)
+    plan.save(method, run_name(exponent, seed), {"validation": loss} | kept)
     print(f"{method}, rate 2^{exponent}, seed {seed}: {loss:.4f} ({time.time() - start:.0f} s)", flush=True)
     return loss
 
@@ -345,8 +345,8 @@ def report(plan: Plan, figure: Path) -> None:
         if not shared:
             rows.append([method, "not run", *[""] * 6])
             continue
-        loss = np.array([finals[seed]["heldout"] for seed in shared])
-        reference = np.array([base[seed]["heldout"] for seed in shared])
+        loss = np.array([finals[seed]["validation"] for seed in shared])
+        reference = np.array([base[seed]["validation"] for seed in shared])
         rows.append(row(method, plan, loss, reference))
         if method in CRITERIA:
             criteria += criterion(method, plan)
@@ -379,7 +379,7 @@ def criterion(method: str, plan: Plan) -> list[str]:
     shared = sorted(finals.keys() & base.keys())
     if not shared:
         return []
-    loss, reference = (np.array([of[seed]["heldout"] for seed in shared]) for of in (finals, base))
+    loss, reference = (np.array([of[seed]["validation"] for seed in shared]) for of in (finals, base))
     excess = loss.mean() / reference.mean() - 1
     if measure == "perplexity":
         excess = math.expm1((loss - reference).mean())

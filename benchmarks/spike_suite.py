@@ -222,7 +222,7 @@ def train(
             trainer = fp8 if planted.of_matmuls else run
             state, records = trainer.train(state, part, watch_nothing)
             losses += [round(loss, 4) for loss in records["loss"]]
-    return {"heldout": plan.error(run.evaluate(state)), "loss": losses}
+    return {"validation": plan.error(run.evaluate(state)), "loss": losses}
 
 
 def train_with_rollbacks(
@@ -261,7 +261,7 @@ def train_with_rollbacks(
         detector.set_state(found)
         losses += [None] * (begin + max(SKIP, step - target) - len(losses))
         step, saved = target, {n: one for n, one in saved.items() if n <= target}
-    return {"heldout": plan.error(run.evaluate(state)), "loss": losses[:steps], "rollbacks": actions}
+    return {"validation": plan.error(run.evaluate(state)), "loss": losses[:steps], "rollbacks": actions}
 
 
 def run_method(
@@ -285,7 +285,7 @@ def run_method(
             method_train = train_with_rollbacks if method == "rollback" else train
             outcomes[name] = method_train(trainer(method), quantized, best, seed, damage, data, plan)
         plan.save(method, f"seed{seed}", outcomes)
-        losses = ", ".join(f"{name or 'undamaged'} {outcomes[name]['heldout']:.4f}" for name in missing)
+        losses = ", ".join(f"{name or 'undamaged'} {outcomes[name]['validation']:.4f}" for name in missing)
         print(f"{method}, rate 2^{best}, seed {seed}: {losses}", flush=True)
 
 
@@ -346,7 +346,7 @@ def num_spikes(run: dict[str, Any], damage: str) -> int:
 
 
 def final(run: dict[str, Any], damage: str) -> float:
-    return run[damage]["heldout"] - run[""]["heldout"]
+    return run[damage]["validation"] - run[""]["validation"]
 
 
 def report(plan: Plan, figure: Path, *, suite: Suite) -> None:
@@ -362,8 +362,10 @@ def report(plan: Plan, figure: Path, *, suite: Suite) -> None:
     base = runs["clip"]
     rows = []
     for method, seeds in runs.items():
-        loss = np.array([run[""]["heldout"] for run in seeds.values()])
-        excess = np.array([run[""]["heldout"] - base[seed][""]["heldout"] for seed, run in seeds.items()])
+        loss = np.array([run[""]["validation"] for run in seeds.values()])
+        excess = np.array(
+            [run[""]["validation"] - base[seed][""]["validation"] for seed, run in seeds.items()]
+        )
         rate = f"2^{next(iter(seeds.values()))['exponent']}"
         cells = [fidelity_figures.plus_minus(loss), fidelity_figures.plus_minus(excess, "+.4f")]
         rows.append([method, rate, *cells, str(sum(num_spikes(run, "") for run in seeds.values()))])
@@ -402,7 +404,9 @@ def criteria(runs: Runs) -> None:
             sum(peak(own[seed], damage) < peak(base[seed], damage) for seed in own)
             for damage in ("tokens", "outliers")
         )
-        price = sum(r[""]["heldout"] for r in own.values()) / sum(base[s][""]["heldout"] for s in own) - 1
+        price = (
+            sum(r[""]["validation"] for r in own.values()) / sum(base[s][""]["validation"] for s in own) - 1
+        )
         steps = np.mean([recovery(run, "tokens") for run in own.values()])
         print(
             f"* {method}: lower peak with {lower} of {len(own)} seeds, after outliers {in_fp8}; "
@@ -411,7 +415,9 @@ def criteria(runs: Runs) -> None:
     if own := runs.get("rollback"):
         base = runs["clip"]
         lower = sum(peak(own[seed], "tokens") < peak(base[seed], "tokens") for seed in own)
-        price = sum(r[""]["heldout"] for r in own.values()) / sum(base[s][""]["heldout"] for s in own) - 1
+        price = (
+            sum(r[""]["validation"] for r in own.values()) / sum(base[s][""]["validation"] for s in own) - 1
+        )
         print(f"* rollback: lower peak with {lower} of {len(own)} seeds; undamaged {price:+.2%}")
         tell_rollbacks(runs, DAMAGES, "tokens")
     for method in ("qk_norm", "qk_clip 20"):

@@ -96,7 +96,7 @@ def criteria(runs: Runs) -> None:
         part = np.mean([time_to_reach(adagc[seed], stable[seed]) for seed in shared])
         met = "met" if part <= 1 / FASTER else "**not met**"
         print(f"* adagc has the last loss of stable_adamw after {part:.0%} of the steps: {met}")
-        mine, theirs = (np.mean([of[seed][""]["heldout"] for seed in shared]) for of in (adagc, stable))
+        mine, theirs = (np.mean([of[seed][""]["validation"] for seed in shared]) for of in (adagc, stable))
         met = "met" if mine <= theirs else "**not met**"
         print(f"* wrong names in the end: {mine:.1%}, stable_adamw {theirs:.1%}: {met}")
     base = runs["clip"]
@@ -110,7 +110,9 @@ def criteria(runs: Runs) -> None:
             )
     for method in ("stable_spam", "guard", "rollback", "b2 0.9"):
         if own := runs.get(method):
-            price = np.mean([run[""]["heldout"] - base[seed][""]["heldout"] for seed, run in own.items()])
+            price = np.mean(
+                [run[""]["validation"] - base[seed][""]["validation"] for seed, run in own.items()]
+            )
             print(f"* {method}: wrong names undamaged {price:+.1%} against clip")
     if own := runs.get("rollback"):
         left = np.mean([final(run, "images") for run in own.values()])

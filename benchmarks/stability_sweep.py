@@ -7,7 +7,8 @@
 `configs/llama/tiny.py` with 2 layers on bytes, 150 steps of 256 tokens, at a constant rate after 10 steps
 of warm-up, without clipping. Each recipe trains at each rate of `EXPONENTS` with each of `SEEDS`, which set
 the weights and the order of the data. Rate and seed are inputs of the compiled step, so that a recipe is
-compiled once; finished runs are kept as in `optimizers_fair.py`.
+compiled once; finished runs are kept as in `optimizers_fair.py`. On two shared CPU cores a run takes one to
+seven seconds, the first of a recipe half a minute more.
 
     diverged   from some step to the end of the run, the mean of `WINDOW` losses is more than `RISE` nats
                above the lowest such mean before it, or not finite
@@ -79,7 +80,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-# Exponent of the rate → its runs: arrays "loss", "sharpness" (of each step) and "heldout", and "onset".
+# Exponent of the rate → its runs: arrays "loss", "sharpness" (of each step) and "validation", and "onset".
 Runs = dict[int, list[dict[str, Any]]]
 
 
@@ -99,7 +100,7 @@ def run_recipe(recipe: str, plan: Plan, trainer: Callable[[str], Trainer], data:
             state, records = run.train(initial_state(run, exponent, seed), batches, watch)
             loss = run.evaluate(state)["loss"]
             curves = {key: finite(records[key]) for key in ("loss", "sharpness")}
-            plan.save(recipe, run_name(exponent, seed), curves | {"heldout": finite([loss])[0]})
+            plan.save(recipe, run_name(exponent, seed), curves | {"validation": finite([loss])[0]})
             taken = time.time() - start
             print(f"{recipe}, rate 2^{exponent}, seed {seed}: {loss:.4f} ({taken:.0f} s)", flush=True)
 
@@ -158,7 +159,7 @@ def outcomes(recipe: str, plan: Plan) -> Runs:
     for exponent in plan.start:
         for seed in plan.seeds:
             if run := plan.measured(recipe, run_name(exponent, seed)):
-                arrays = {key: np.array(run[key], float) for key in ("loss", "sharpness", "heldout")}
+                arrays = {key: np.array(run[key], float) for key in ("loss", "sharpness", "validation")}
                 found.setdefault(exponent, []).append(arrays | {"onset": onset(arrays["loss"])})
     return found
 
@@ -166,7 +167,7 @@ def outcomes(recipe: str, plan: Plan) -> Runs:
 def usable(runs: Runs) -> list[int]:
     """The exponents of the usable rates, as defined at the top of the file."""
     sound = {
-        exponent: float(np.mean([run["heldout"] for run in of_rate]))
+        exponent: float(np.mean([run["validation"] for run in of_rate]))
         for exponent, of_rate in runs.items()
         if all(run["onset"] is None for run in of_rate)
     }
@@ -206,7 +207,7 @@ def row(recipe: str, runs: Runs, plan: Plan) -> list[str]:
     for exponent in plan.start:
         of_rate = runs.get(exponent, [])
         count = sum(run["onset"] is not None for run in of_rate)
-        loss = f"{np.mean([run['heldout'] for run in of_rate]):.3f}" if of_rate else ""
+        loss = f"{np.mean([run['validation'] for run in of_rate]):.3f}" if of_rate else ""
         cells.append(f"{loss} ({count} of {len(of_rate)})" if count else loss)
     share = f"{sum(map(len, runs.values()))} of {len(plan.start) * len(plan.seeds)}"
     span = f"{len(chosen)}: " + ", ".join(f"2^{exponent}" for exponent in chosen) if chosen else "none"
@@ -241,7 +242,7 @@ def draw(found: dict[str, Runs], path: Path) -> None:
     for color, (recipe, runs) in zip(fidelity_figures.COLORS, found.items(), strict=False):
         exponents = sorted(runs)
         diverged = [np.mean([run["onset"] is not None for run in runs[exponent]]) for exponent in exponents]
-        means = np.array([np.mean([run["heldout"] for run in runs[exponent]]) for exponent in exponents])
+        means = np.array([np.mean([run["validation"] for run in runs[exponent]]) for exponent in exponents])
         chosen = np.isin(exponents, usable(runs))
         shares.plot(exponents, diverged, color=color, marker="o", alpha=0.7, label=recipe)
         losses.plot(exponents, means, color=color, linewidth=1, alpha=0.7)

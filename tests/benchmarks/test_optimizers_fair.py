@@ -42,9 +42,9 @@ def test_runs_of_other_settings_do_not_count(fair, tmp_path):
     plan = fair.Plan(tmp_path, {"model.dtype": "float32"}, start=(-2, -1, 0), seeds=(1, 2))
     for exponent, loss in ((-2, 3.0), (-1, 2.0), (0, float("inf"))):
         assert plan.finals("lion") == {}
-        plan.save("lion", fair.run_name(exponent, 0), {"heldout": loss})
+        plan.save("lion", fair.run_name(exponent, 0), {"validation": loss})
     assert plan.losses("lion") == {-2: 3.0, -1: 2.0, 0: float("inf")} and plan.losses("adamw") == {}
-    plan.save("lion", fair.run_name(-1, 2), {"heldout": 2.5})
+    plan.save("lion", fair.run_name(-1, 2), {"validation": 2.5})
     assert plan.finals("lion").keys() == {2}
     assert dataclasses.replace(plan, base={"model.dtype": "bfloat16"}).losses("lion") == {}
 
@@ -54,9 +54,9 @@ def test_criteria_compare_the_same_seeds_with_the_reference(fair, tmp_path, caps
     excess = {"adamw": 0.0, "stable_adamw": 0.02, "galore_d2": 0.04, "galore_d4": 0.06}
     for method, more in excess.items():
         for exponent in (-2, -1, 0):
-            plan.save(method, fair.run_name(exponent, 0), {"heldout": 3.0 + abs(exponent + 1)})
+            plan.save(method, fair.run_name(exponent, 0), {"validation": 3.0 + abs(exponent + 1)})
         for seed in (1, 2):
-            values = {"heldout": seed + more, "loss": [4.0, 3.0]}
+            values = {"validation": seed + more, "loss": [4.0, 3.0]}
             plan.save(method, fair.run_name(-1, seed), values)
     fair.report(plan, tmp_path / "curves.png")
     told = capsys.readouterr().out

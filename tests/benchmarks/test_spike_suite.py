@@ -23,9 +23,9 @@ def suite() -> ModuleType:
     return importlib.import_module("spike_suite")
 
 
-def outcomes(suite: ModuleType, excess: np.ndarray, heldout: float) -> dict:
-    sound = {"heldout": 3.0, "loss": [4.0] * 300}
-    hurt = {"heldout": heldout, "loss": list(4.0 + excess)}
+def outcomes(suite: ModuleType, excess: np.ndarray, validation: float) -> dict:
+    sound = {"validation": 3.0, "loss": [4.0] * 300}
+    hurt = {"validation": validation, "loss": list(4.0 + excess)}
     return {"exponent": -6, "": sound} | dict.fromkeys(suite.DAMAGES, hurt)
 
 
@@ -78,7 +78,7 @@ def test_a_rollback_returns_to_a_saved_state_and_skips_the_batches_around_the_da
     monkeypatch.setattr(suite, "with_rate", lambda state, rate: state)
     damage = suite.Damage("50 nats", lambda batch, seed: batch | {"hurt": 1})
     found = suite.train_with_rollbacks(run, None, -6, 1, damage, data, plan)
-    assert found["heldout"] == 160, "as many updates as without a rollback"
+    assert found["validation"] == 160, "as many updates as without a rollback"
     assert found["rollbacks"] == 2
     assert trained == [*range(121), *range(130, 166), *range(170, 200)]
     assert [i for i, loss in enumerate(found["loss"]) if loss is None] == [*range(121, 130)]

@@ -26,9 +26,9 @@ def test_damage_is_in_all_images_or_in_half_of_the_captions(suite):
     assert (batch["text"] == np.arange(8 * 5).reshape(8, 5)).all()
 
 
-def run(losses: np.ndarray, heldout: float = 0.3) -> dict:
+def run(losses: np.ndarray, validation: float = 0.3) -> dict:
     names = ("", "images", "pairs", "rate", "outliers")
-    return {name: {"loss": list(losses), "heldout": heldout} for name in names}
+    return {name: {"loss": list(losses), "validation": validation} for name in names}
 
 
 def test_the_time_to_reach_a_loss_is_a_part_of_the_steps(suite):
@@ -46,7 +46,7 @@ def test_the_report_judges_the_claim(suite, tmp_path, capsys):
     runs = dict(clip=run(falling), stable_adamw=run(falling))
     runs["adagc"] = run(np.maximum(2 * falling - 4, 1), 0.25)
     runs["rollback"] = {name: one | {"rollbacks": 0} for name, one in run(falling).items()}
-    runs["rollback"]["images"]["heldout"] = 0.31
+    runs["rollback"]["images"]["validation"] = 0.31
     for method, one in runs.items():
         for seed in plan.seeds:
             plan.save(method, f"seed{seed}", {"exponent": -9} | one)

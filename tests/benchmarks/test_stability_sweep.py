@@ -45,9 +45,9 @@ def test_sharpness_rises_before_a_step(sweep):
     assert not sweep.rises(late, 50)
 
 
-def run(sweep, heldout: float, curve: np.ndarray, sharpness: np.ndarray) -> dict:
+def run(sweep, validation: float, curve: np.ndarray, sharpness: np.ndarray) -> dict:
     values = {"loss": curve, "sharpness": sharpness}
-    return {key: sweep.finite(value.tolist()) for key, value in values.items()} | {"heldout": heldout}
+    return {key: sweep.finite(value.tolist()) for key, value in values.items()} | {"validation": validation}
 
 
 def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
@@ -61,8 +61,8 @@ def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
                 curve, sharp = losses(2.0), falling
                 if exponent in diverging and seed == 2:
                     curve, sharp = losses(np.nan, 60), rising
-                heldout = 2.0 + (sweep.MARGIN + 0.1) * (exponent == -3)
-                plan.save(recipe, sweep.run_name(exponent, seed), run(sweep, heldout, curve, sharp))
+                validation = 2.0 + (sweep.MARGIN + 0.1) * (exponent == -3)
+                plan.save(recipe, sweep.run_name(exponent, seed), run(sweep, validation, curve, sharp))
     found = {recipe: sweep.outcomes(recipe, plan) for recipe in ("bf16", "fp8_current", "fp8_delayed")}
     assert {recipe: sweep.usable(runs) for recipe, runs in found.items()} == {
         "bf16": [-2, -1],
@@ -79,7 +79,12 @@ def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
 
 
 def test_a_recipe_that_always_diverges_has_no_usable_rate(sweep):
-    broken = {"heldout": np.array(np.nan), "onset": 0, "loss": losses(np.nan, 0), "sharpness": losses(2.0)}
+    broken = {
+        "validation": np.array(np.nan),
+        "onset": 0,
+        "loss": losses(np.nan, 0),
+        "sharpness": losses(2.0),
+    }
     assert sweep.usable({-3: [broken], -2: [broken]}) == []
     assert sweep.warnings({-3: [broken]}) == ([], [])
 
