@@ -108,6 +108,12 @@ def _reason(error: BaseException) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
+def check_section(section: str, values: Any) -> None:
+    """Raises a ConfigError unless what a config has as a section are keys and values."""
+    if not isinstance(values, ConfigDict | Mapping):
+        raise ConfigError(f"config.{section}={values!r} is not a section; write its keys and values")
+
+
 def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -> functools.partial:
     """``partial(function, **values)``, with the values checked against the function's annotations.
 
@@ -123,8 +129,7 @@ def bind(function: Callable[..., Any], section: str, values: Any, *later: str) -
     Raises:
       ConfigError: an unknown, missing or wrong key or value.
     """
-    if not isinstance(values, ConfigDict | Mapping):
-        raise ConfigError(f"config.{section}={values!r} is not a section; write its keys and values")
+    check_section(section, values)
     parameters, hints = inspect.signature(function).parameters, schema.annotations(function)
     known = [name for name in parameters if name not in later]
     bound = {}

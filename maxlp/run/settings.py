@@ -20,7 +20,7 @@ from maxlp.optim.config import OptimizerConfig
 from maxlp.optim.make_tx import Optimizer, make_tx
 from maxlp.parallel import sharding
 from maxlp.precision import PrecisionConfig
-from maxlp.run.config import ConfigError, bind, call, errors_of
+from maxlp.run.config import ConfigError, bind, call, check_section, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
@@ -394,9 +394,8 @@ def read_model(c: ConfigDict) -> tuple[Family, Any, PrecisionConfig]:
     Raises:
       ConfigError: as `read`.
     """
-    for name in ("model", "precision"):
-        if not isinstance(c.get(name), ConfigDict):
-            raise ConfigError(f"config.{name}={c.get(name)!r} is not a section; write its keys and values")
+    check_section("model", c.get("model"))
     values = dict(c.model.items())
     family = call(families.get, "model", {key: values.pop(key) for key in ("name",) if key in values})
-    return family, call(family.Model, "model", values), call(PrecisionConfig, "precision", c.precision)
+    model = call(family.Model, "model", values)
+    return family, model, call(PrecisionConfig, "precision", c.get("precision"))
