@@ -25,7 +25,6 @@ import jax
 from training import topology
 
 from maxlp import optim
-from maxlp.core.train_state import abstract_state
 from maxlp.families.llama.presets import llama
 from maxlp.nn.layers import DTYPES
 from maxlp.optim.config import BF16_ROUNDINGS
@@ -150,7 +149,7 @@ def main() -> None:
 
 def state_bytes(run: Experiment) -> int:
     """Bytes of the optimizer's state."""
-    _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+    _, abstract = run.abstract_state()
     return optim.state_bytes(abstract["opt_state"])
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import State
 from maxlp.families.llama.presets import llama
 from maxlp.parallel.batches import global_batch
 from maxlp.parallel.sharding import batch_sharding
@@ -112,7 +112,7 @@ class CompiledRun:
     def __init__(self, run: Experiment):
         self.run = run
         with jax.set_mesh(run.mesh):
-            self.graphdef, self.abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+            self.graphdef, self.abstract = run.abstract_state()
             step = run.jit_step(self.graphdef, self.abstract)
             start = time.perf_counter()
             self.step = step.lower(self.abstract, run.abstract_batch()).compile()

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxlp
-from maxlp.core.train_state import CORE, State, abstract_state
+from maxlp.core.train_state import CORE, State
 from maxlp.data import merge_states
 from maxlp.families import Evaluate, Measure
 from maxlp.monitoring import rollback
@@ -98,7 +98,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     cpu.keep_freed_memory()
 
     # --- The training state as shapes and shardings, and the step that updates it.
-    graphdef, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    graphdef, abstract = run.abstract_state()
     print_primary(describe(run, abstract))
     train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir, changed))
     if flags.FLAGS.dry_run:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from maxlp.core import replicas
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.parallel.batches import global_batch
 from maxlp.run.experiment import resolve_settings
@@ -86,8 +85,7 @@ class Run:
         train = dataclasses.replace(run.settings.train, init_from="")  # random weights, also under adapters
         self.run = dataclasses.replace(run, settings=dataclasses.replace(run.settings, train=train))
         with jax.set_mesh(self.run.mesh):
-            parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
-            graphdef, self.abstract = abstract_state(*parts)
+            graphdef, self.abstract = self.run.abstract_state()
             step = jit_step(self.run.step, graphdef, self.abstract, self.run.mesh)
             lowered = step.lower(self.abstract, self.run.abstract_batch())
             self.step = lowered.compile(compiler_options=OPTIONS)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.planning import hlo
 from maxlp.planning.topologies import compiler_of
@@ -82,7 +81,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
     """
     platform = run.machine.platform
     with jax.set_mesh(run.mesh):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
         function = jit_step(run.step, graphdef, abstract, run.mesh)
         start = time.perf_counter()
         traced = function.trace(abstract, run.abstract_batch())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
-from maxlp.core.train_state import State, abstract_state, num_params
+from maxlp.core.train_state import State, num_params
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
 from maxlp.parallel.by_layers import ORDER
@@ -222,7 +222,7 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     )
     mesh = abstract_mesh(machine.axes)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
-    _, state = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    _, state = run.abstract_state()
     return StateShapes(state)
 
 

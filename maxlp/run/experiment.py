@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from maxlp.core import train_step
 from maxlp.core.gates import Gate, Gates
 from maxlp.core.gradients import Gradients, join_trees, shard_like_params
-from maxlp.core.train_state import MakeModel, State, init_state, num_params, shardings
+from maxlp.core.train_state import MakeModel, State, abstract_state, init_state, num_params, shardings
 from maxlp.core.train_step import Statistics, Step
 from maxlp.families import Family
 from maxlp.monitoring.statistics import tensor_statistics
@@ -63,6 +63,10 @@ class Experiment:
     @property
     def family(self) -> Family:
         return self.settings.family
+
+    def abstract_state(self) -> tuple[nnx.GraphDef, State]:
+        """See `train_state.abstract_state`."""
+        return abstract_state(self.make_model, self.tx, self.mesh, self.gates)
 
     def initial_state(self, abstract: State, workdir: Path | None = None) -> State:
         """The state before the first step, initialized already sharded: random weights, or `init_from`'s.

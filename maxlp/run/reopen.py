@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlp.core.gradients import Batch
 from maxlp.core.local_steps import LocalState
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import State
 from maxlp.monitoring import rollback
 from maxlp.monitoring.run_record import load_run
 from maxlp.monitoring.spike_records import read_record
@@ -89,7 +89,7 @@ def opened(
     tokenizer = saved_tokenizer(s.data.tokenizer, workdir)
     batches = iter(make_data(s, tokenizer, "train", run.mesh))
     with jax.set_mesh(run.mesh), contextlib.closing(batches):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
         root = find_checkpoint(workdir, sys.maxsize if step is None else step, lead)
         if root is None:
             state, start = run.initial_state(abstract, workdir), 0

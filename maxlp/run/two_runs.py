@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import State
 from maxlp.parallel.batches import device_batches
 from maxlp.run import changes, difference
 from maxlp.run.attribution import finite
@@ -156,7 +156,7 @@ def report_of(step: int, tensors: list[Difference], b: Compiled) -> Report:
 def program_of(run: Experiment, bits: int) -> Program:
     s = run.settings
     with jax.set_mesh(run.mesh):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
     return Program(
         graphdef=graphdef,
         abstract=abstract,

@@ -8,7 +8,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs.llama import tiny
-from maxlp.core.train_state import abstract_state
 from maxlp.run.experiment import resolve
 
 
@@ -46,7 +45,7 @@ def test_smaller_gradients_are_those_of_a_smaller_loss(fidelity, scalify, monkey
     name = "scalify_fp16, gradients / 1024"
     run = fidelity.ADAPTED[name](resolve(scalify[name]))
     with jax.set_mesh(run.mesh):
-        graphdef, state = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, state = run.abstract_state()
         program = str(jax.make_jaxpr(lambda *args: run.step(graphdef, *args))(state, run.abstract_batch()))
     small = f"{2.0**-10}:f32[]"
     assert f"mul 1.0:f32[] {small}" in program, "the loss's gradient"

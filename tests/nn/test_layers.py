@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.nn import layers
 from maxlp.run.experiment import resolve_settings
@@ -166,7 +165,7 @@ def test_sums_and_norms_of_a_bfloat16_step_are_float32(family):
     """Forward, backward and optimizer; only elementwise activations and sums of two gradients are not."""
     run = resolve_settings(composition.settings(family, ("pure_bf16",)), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
         traced = jit_step(run.step, graphdef, abstract, run.mesh).trace(abstract, run.abstract_batch())
     eqns = [e for e in walk_jaxpr(traced.jaxpr.jaxpr) if e.primitive.name in ("reduce_sum", "rsqrt", "log")]
     assert {e.primitive.name for e in eqns} >= {"reduce_sum", "rsqrt"}

@@ -8,7 +8,6 @@ import jax
 import pytest
 from flax import nnx
 
-from maxlp.core.train_state import abstract_state
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
@@ -78,7 +77,7 @@ def test_state_is_that_of_the_step(changes, axes):
     state = state_shapes(s, s.machine(1, "cpu"))
     mesh = sharding.make_mesh(**({"fsdp": 1} | axes))
     run = assemble(s, s.machine(8, "cpu"), mesh)
-    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    _, abstract = run.abstract_state()
     for part in ("params", "opt_state"):
         real = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -93,7 +92,7 @@ def test_errors_of_an_exchange_are_those_of_the_step():
     machine = s.machine(8, "cpu")  # fsdp 4
     mesh = sharding.make_mesh(data=2, fsdp=4)
     run = assemble(s, machine, mesh)
-    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    _, abstract = run.abstract_state()
     errors = jax.tree.leaves(abstract["model_state"])
     real = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in errors)
     held = held_state(s, sharding.abstract_mesh(machine.axes), state_shapes(s, machine))
@@ -106,7 +105,7 @@ def test_what_replicas_have_for_themselves_is_that_of_the_step():
     s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8, "mesh.data": 2} | local)
     machine, mesh = s.machine(8, "cpu"), sharding.make_mesh(data=2, fsdp=4)
     run = assemble(s, machine, mesh)
-    _, abstract = abstract_state(run.make_model, run.tx, mesh, run.gates)
+    _, abstract = run.abstract_state()
     real = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for part in ("params", "opt_state")

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.parallel.batches import global_batch
 from maxlp.planning.cost_model import cost_of, state_shapes
@@ -54,7 +53,7 @@ def traced_step(c) -> tuple[Experiment, dict, jax.stages.Traced]:
     """What the command ``train`` does with a config before it compiles the step."""
     run = resolve(c)
     with jax.set_mesh(run.mesh):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
         step = jit_step(run.step, graphdef, abstract, run.mesh)
         return run, abstract, step.trace(abstract, run.abstract_batch())
 

@@ -6,7 +6,6 @@ import re
 import jax
 import pytest
 
-from maxlp.core.train_state import abstract_state
 from maxlp.planning import topologies
 from maxlp.planning.cost_model import matmul_dtypes
 from maxlp.precision import RECIPES
@@ -98,7 +97,7 @@ def test_where_no_rate_is_published_nothing_is_said(kind):
 
 def test_the_description_of_a_run_warns():
     run = resolve(changed(load("debug"), {"precision.recipe": "nvfp4"}), jax.devices()[:1])
-    abstract = abstract_state(run.make_model, run.tx, run.mesh)[1]
+    abstract = run.abstract_state()[1]
     assert "warning" not in describe(run, abstract)
     on_tpu = run.machine._replace(device_kind="TPU v5 lite")
     lines = describe(dataclasses.replace(run, machine=on_tpu), abstract).splitlines()

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.optim.adascale import AdascaleState
 from maxlp.optim.tree_utils import find_states
@@ -24,8 +23,7 @@ class Stepper:
     def __init__(self, row):
         self.run = resolve_settings(composition.settings("llama", row), jax.devices()[:1])
         with jax.set_mesh(self.run.mesh):
-            parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
-            self.graphdef, self.abstract = abstract_state(*parts)
+            self.graphdef, self.abstract = self.run.abstract_state()
             self.step = jit_step(self.run.step, self.graphdef, self.abstract, self.run.mesh)
             gradients = self.run.family.gradients(self.run.settings.loss, 0, 1, False)
         self.gradients = jax.jit(functools.partial(gradients, self.graphdef, loss_scale=None))

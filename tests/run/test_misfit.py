@@ -9,7 +9,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from maxlp.core.train_state import State, abstract_state
+from maxlp.core.train_state import State
 from maxlp.run import changes, misfit, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, resolve
@@ -26,7 +26,7 @@ def prepared(values: dict[str, Any], replicas: int) -> tuple[ConfigDict, Experim
     c = changed(load("debug"), TINY | values | {"mesh.data": replicas, "mesh.fsdp": 1})
     run = resolve(c, jax.devices()[:replicas])
     with jax.set_mesh(run.mesh):
-        return c, run, abstract_state(run.make_model, run.tx, run.mesh, run.gates)[1]
+        return c, run, run.abstract_state()[1]
 
 
 def save(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:

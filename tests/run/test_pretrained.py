@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 from maxlp import convert
-from maxlp.core.train_state import abstract_state
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families.clip import hf
@@ -56,7 +55,7 @@ def initial_params(c, workdir: Path, devices: int = 1) -> dict:
     """The parameters before the first step."""
     run = resolve(c, jax.devices()[:devices])
     with jax.set_mesh(run.mesh):
-        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        _, abstract = run.abstract_state()
         return run.initial_state(abstract, workdir)["params"]
 
 
@@ -66,7 +65,7 @@ def save_run(workdir: Path, c, change=lambda state: state, step: int = 3) -> Non
     run = resolve(c, jax.devices()[:1])
     prepare_tokenizer(run.settings, workdir)
     with jax.set_mesh(run.mesh), Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
-        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        _, abstract = run.abstract_state()
         state = change(run.initial_state(abstract, workdir))
         fingerprint = make_tokenizer(str(workdir / "tokenizer.json")).fingerprint
         checkpoints.save(step, state, {"settings": {"tokenizer": fingerprint}})
@@ -104,7 +103,7 @@ def test_the_optimizer_begins_with_the_weights(folder, tmp_path):
     schedule_free = {"optimizer__name": "schedule_free_adamw", "optimizer__schedule": "constant"}
     run = resolve(configured(tmp_path, folder, **schedule_free), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
-        _, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        _, abstract = run.abstract_state()
         state = run.initial_state(abstract, tmp_path)
     # The average is (y - (1 - b1) z) / b1: a few roundings of numbers of the size of y.
     jax.tree.map(

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlp.core.train_state import abstract_state
 from maxlp.core.train_step import jit_step
 from maxlp.run import constraints, experiment
 from maxlp.run.experiment import describe, resolve
@@ -23,7 +22,7 @@ def resolved(**values):
 
 def initial_state(run):
     with jax.set_mesh(run.mesh):
-        return run.initial_state(abstract_state(run.make_model, run.tx, run.mesh, run.gates)[1])
+        return run.initial_state(run.abstract_state()[1])
 
 
 def test_the_seed_chooses_the_weights():
@@ -97,7 +96,7 @@ def test_both_gates_are_used():
 def test_the_description_counts_bytes_in_gib(offload, place):
     released = dict(train__release_gradients=True, optimizer__clip_norm=0.0)
     run = resolved(optimizer__offload=offload, **released)
-    abstract = abstract_state(run.make_model, run.tx, run.mesh)[1]
+    abstract = run.abstract_state()[1]
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract["params"]))
     text = describe(run, abstract)
     assert f"{count:,} parameters in float32" in text
@@ -108,14 +107,14 @@ def test_the_description_counts_bytes_in_gib(offload, place):
 def test_the_description_warns_of_an_adagc_that_never_clips(steps, warns):
     values = dict(train__total_steps=steps, optimizer__warmup_steps=0, optimizer__adagc__ratio=1.05)
     run = resolved(**values)
-    text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+    text = describe(run, run.abstract_state()[1])
     assert ("warning: optimizer.adagc.warmup_steps=100 is the whole run" in text) == warns
 
 
 @pytest.mark.parametrize(("rounding", "warns"), [(None, True), ("stochastic", False)])
 def test_the_description_warns_of_updates_that_bfloat16_parameters_lose(rounding, warns):
     run = resolved(model__param_dtype="bfloat16", optimizer__param_rounding=rounding)
-    text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+    text = describe(run, run.abstract_state()[1])
     assert ("loses updates below 2⁻⁹ of a parameter" in text) == warns
 
 
@@ -125,7 +124,7 @@ def test_the_description_warns_of_ranks_and_of_galores_rate(init_from):
 
     def warnings(**values):
         run = resolved(train__init_from=init_from, **values)
-        text = describe(run, abstract_state(run.make_model, run.tx, run.mesh)[1])
+        text = describe(run, run.abstract_state()[1])
         return [line for line in text.splitlines() if line.startswith("warning: optimizer.")]
 
     *rates, rank = warnings(optimizer__galore__rank=40, optimizer__learning_rate=0.1)
@@ -151,7 +150,7 @@ def test_an_exchange_reaches_the_model_and_the_step():
         values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": exchange}
         run = resolve(changed(load("debug"), VALUES | values), jax.devices()[:2])
         with jax.set_mesh(run.mesh):
-            graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+            graphdef, abstract = run.abstract_state()
             program = jit_step(run.step, graphdef, abstract, run.mesh).lower(abstract, run.abstract_batch())
         return abstract, program.as_text()
 
@@ -168,7 +167,7 @@ def test_local_steps_reach_the_optimizer_and_the_step():
     values = {"mesh.fsdp": 1, "mesh.data": 2, "precision.exchange": "float8_e4m3fn"}
     run = resolve(changed(load("debug"), VALUES | values | local), jax.devices()[:2])
     with jax.set_mesh(run.mesh):
-        graphdef, abstract = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        graphdef, abstract = run.abstract_state()
         step = jit_step(run.step, graphdef, abstract, run.mesh)
         text = step.lower(abstract, run.abstract_batch()).as_text()
     state, params = abstract["opt_state"], abstract["params"]

@@ -8,7 +8,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxlp import convert, train
-from maxlp.core.train_state import abstract_state, init_state
+from maxlp.core.train_state import init_state
 from maxlp.families.llama import hf
 from maxlp.families.weights import to_other
 from maxlp.run import run_dir
@@ -43,7 +43,7 @@ def test_a_guard_that_a_resumed_run_did_not_have_begins():
 def run(tmp_path_factory) -> tuple[ConfigDict, object, dict, dict]:
     """A config, the directory of its run, the state after two updates, the average by its definition."""
     c = changed(load("debug"), SMALL | CHOICES)
-    workdir, mesh = tmp_path_factory.mktemp("run"), fixtures.make_mesh()
+    workdir = tmp_path_factory.mktemp("run")
     experiment = resolve(c, jax.devices()[:1])
     state = jax.jit(lambda: init_state(experiment.make_model, experiment.tx, 0))()
     trained, opt_state = state["params"], state["opt_state"]
@@ -51,7 +51,7 @@ def run(tmp_path_factory) -> tuple[ConfigDict, object, dict, dict]:
         updates, opt_state = experiment.tx.update(trained, opt_state, trained)
         trained = optax.apply_updates(trained, updates)
     state |= {"params": trained, "opt_state": opt_state}
-    assert abstract_state(experiment.make_model, experiment.tx, mesh)[1].keys() == state.keys()
+    assert experiment.abstract_state()[1].keys() == state.keys()
     [z] = (s.z for s in jax.tree.leaves(opt_state, is_leaf=has_z) if has_z(s))
     b1 = c.optimizer.b1  # y = (1 - b1) z + b1 x
     average = jax.device_get(jax.tree.map(lambda y, z: (y - (1 - b1) * z) / b1, trained, z))
@@ -118,7 +118,7 @@ def test_a_model_is_restored_without_what_replicas_have_for_themselves(tmp_path,
     c = changed(load("debug"), SMALL | {"data.tokenizer": "bytes", "data.seq_len": 32} | exchange | values)
     experiment = resolve(c, jax.devices()[:2])
     with jax.set_mesh(experiment.mesh):
-        _, abstract = abstract_state(experiment.make_model, experiment.tx, experiment.mesh)
+        _, abstract = experiment.abstract_state()
         state = experiment.initial_state(abstract)
     with Checkpointer(tmp_path / "checkpoints", every_steps=1) as checkpoints:
         checkpoints.save(2, state, {})

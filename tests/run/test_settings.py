@@ -10,7 +10,6 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxlp import schema
-from maxlp.core.train_state import abstract_state
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn.lora import Adapter
 from maxlp.optim.config import OPTIMIZERS, options_of
@@ -61,7 +60,7 @@ def test_debug_configs_take_every_choice_of_precision(family, recipe):
     run = resolve(
         load("debug", f"precision={recipe},optimizer=stable_adamw,galore=16,low_bit=8bit", family)
     )
-    _, state = abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+    _, state = run.abstract_state()
     assert {"loss_scale"} & state.keys() == ({"loss_scale"} if recipe == "fp16" else set())
     assert run.settings.is_quantized == (recipe not in ("fp16", "pure_bf16"))
     if recipe == "pure_bf16":

@@ -15,7 +15,6 @@ import pytest
 
 from maxlp import train
 from maxlp.core import train_step
-from maxlp.core.train_state import abstract_state
 from maxlp.run import run_dir
 from maxlp.run.experiment import resolve
 from maxlp.run.start import check_start
@@ -42,7 +41,7 @@ def prepared(workdir: Path, values: dict[str, Any], family: str = "llama"):
     """What `train` has when it checks whether it can continue: the run, and its state as shapes."""
     run = resolve(changed(load("debug", family=family), TINY[family] | values), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
-        return run, *abstract_state(run.make_model, run.tx, run.mesh, run.gates)
+        return run, *run.abstract_state()
 
 
 def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlp.core.train_state import abstract_state
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import delayed, make_recipe
 from maxlp.precision.dot import QuantDot
@@ -25,8 +24,7 @@ class Stepper:
     def __init__(self, row, devices):
         self.run = resolve_settings(composition.settings("llama", row), jax.devices()[:devices])
         with jax.set_mesh(self.run.mesh):
-            parts = (self.run.make_model, self.run.tx, self.run.mesh, self.run.gates)
-            self.graphdef, self.abstract = abstract_state(*parts)
+            self.graphdef, self.abstract = self.run.abstract_state()
             self.programs = self.run.jit_step(self.graphdef, self.abstract)
 
     def state(self):
