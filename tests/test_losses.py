@@ -113,41 +113,35 @@ def test_counts(problem):
 
 def test_chunks_never_hold_all_logits():
     """Peak temporary memory of loss and gradient falls with the number of chunks, well below all logits."""
-    B, S, D, V = 4, 256, 32, 4096
-    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((D, V), "float32"), ((B, S, D), "float32"))]
-
-    def temp(num_chunks):
-        def loss(w, x):
-            p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
-            return total(p, w, x, num_chunks, 0.0)[0]
-
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
+    B, S, D, V = sizes = 4, 256, 32, 4096
     all_logits = B * S * V * 4
-    assert temp(0) > all_logits
+    assert temporary_bytes(0, sizes, "float32") > all_logits
     # Beside the chunks' logits: the weights' gradient, of one chunk and summed over all.
-    assert temp(16) < all_logits / 4 + 2 * D * V * 4
+    assert temporary_bytes(16, sizes, "float32") < all_logits / 4 + 2 * D * V * 4
+
+
+def temporary_bytes(num_chunks, sizes, dtype):
+    """Temporary memory of the compiled loss and gradient, for sizes B, S, D, V."""
+    B, S, D, V = sizes
+
+    def loss(w, x):
+        p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
+        return total(p, w, x, num_chunks, 0.0)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((D, V), (B, S, D))]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
 def test_one_chunk_keeps_the_gradient_of_all_logits_and_no_logits():
     """Two bytes for each, and an eighth of the sequence in float32; compiled for a GPU."""
-    B, S, D, V = 4, 1024, 128, 8192
+    B, S, _, V = sizes = 4, 1024, 128, 8192
     topology = topologies.parse("h100:1x1")
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((D, V), (B, S, D))]
-
-    def temp(num_chunks):
-        def loss(w, x):
-            p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.ones((B, S), bool)}
-            return total(p, w, x, num_chunks, 0.0)[0]
-
-        with jax.set_mesh(sharding.make_mesh(devices=topologies.devices(topology))):
-            done = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-        return done.memory_analysis().temp_size_in_bytes / (B * S * V)
-
-    assert 2 < temp(1) < 2 + 4 / 8 + 2 / 8 + 0.1
-    assert temp(0) > 5.9
+    with jax.set_mesh(sharding.make_mesh(devices=topologies.devices(topology))):
+        none, one = (temporary_bytes(n, sizes, "bfloat16") / (B * S * V) for n in (0, 1))
+    assert 2 < one < 2 + 4 / 8 + 2 / 8 + 0.1
+    assert none > 5.9
 
 
 @pytest.mark.parametrize("num_chunks", [1, 4])

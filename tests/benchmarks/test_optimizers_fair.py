@@ -2,15 +2,11 @@
 
 import dataclasses
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.quick import run_quick
 
 
 @pytest.fixture
@@ -84,22 +80,12 @@ def test_the_rate_is_an_input_of_the_step(fair, tmp_path):
 @pytest.mark.slow
 def test_a_second_call_runs_only_what_is_missing(tmp_path):
     """40 seconds of CPU time."""
-    command = [sys.executable, "benchmarks/optimizers_fair.py", "--quick", f"--out={tmp_path}"]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
-
-    def call(*arguments: str) -> str:
-        done = subprocess.run(
-            [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    first = call("--only", "adamw", "galore_d2")
+    first = run_quick("optimizers_fair", tmp_path, "--only", "adamw", "galore_d2")
     assert first.count(", seed ") == 10 and first.count("× adamw's step") == 2
     lost = tmp_path / "galore_d2" / "rate-5_seed2.json"
     before, times = lost.read_text(), {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/*.json")}
     lost.unlink()
-    second = call("--only", "adamw", "galore_d2")
+    second = run_quick("optimizers_fair", tmp_path, "--only", "adamw", "galore_d2")
     assert second.count(", seed ") == 1 and lost.read_text() == before
     assert {p for p, time in times.items() if p.stat().st_mtime_ns != time} == {lost}
-    assert "| galore_d2 | 2^-5 |" in call("--report")
+    assert "| galore_d2 | 2^-5 |" in run_quick("optimizers_fair", tmp_path, "--report")

@@ -2,16 +2,12 @@
 
 import dataclasses
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.quick import run_quick
 
 
 @pytest.fixture
@@ -82,10 +78,6 @@ def test_the_criteria(outliers, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """20 seconds of CPU time."""
-    command = [sys.executable, "benchmarks/outliers.py", "--quick", f"--out={tmp_path}"]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     for printed in (6, 0):  # one seed of each variant; then nothing
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.count(", seed 1: error") == printed
-        assert "* alignment: mean cosine" in done.stdout and (tmp_path / "figure.png").exists()
+        out = run_quick("outliers", tmp_path)
+        assert out.count(", seed 1: error") == printed and "* alignment: mean cosine" in out

@@ -1,10 +1,6 @@
 """The suite of injected damage: what it damages, and what it measures."""
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax.numpy as jnp
@@ -14,8 +10,7 @@ import pytest
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.precision import make_recipe
 from maxlp.precision.dot import QuantDot
-
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.quick import run_quick
 
 
 @pytest.fixture
@@ -130,10 +125,5 @@ def test_the_report_has_a_table_for_each_damage_and_the_criteria(suite, tmp_path
 @pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """30 seconds of CPU time."""
-    command = [sys.executable, "benchmarks/spike_suite.py", "--quick", f"--out={tmp_path}"]
-    command += ["--only", "clip", "guard"]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     for printed in (8, 0):  # three rates and a seed for each of two methods; then nothing
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.count(", rate 2^") == printed
+        assert run_quick("spike_suite", tmp_path, "--only", "clip", "guard").count(", rate 2^") == printed

@@ -1,16 +1,13 @@
 """The stability sweep: which runs diverge, which rates are usable, its report, and that it continues."""
 
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.quick import run_quick
+
 STEPS = 100
 
 
@@ -92,11 +89,6 @@ def test_a_recipe_that_always_diverges_has_no_usable_rate(sweep):
 @pytest.mark.slow
 def test_the_command_runs_and_continues(tmp_path):
     """40 seconds of CPU time."""
-    command = [sys.executable, "benchmarks/stability_sweep.py", "--quick", f"--out={tmp_path}"]
-    command += ["--only", "bf16", "fp8_delayed"]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
     for printed in (8, 0):  # two rates and two seeds of two recipes; then nothing
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert done.stdout.count(", rate 2^") == printed
-        assert (tmp_path / "figure.png").exists()
+        out = run_quick("stability_sweep", tmp_path, "--only", "bf16", "fp8_delayed")
+        assert out.count(", rate 2^") == printed

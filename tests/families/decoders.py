@@ -1,8 +1,6 @@
 """Decoders against Hugging Face's: the goldens of `tools`, and what a model here computes from them."""
 
 import functools
-import json
-import pathlib
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,8 +14,8 @@ from maxlp.families import weights
 from maxlp.families.llama import losses
 from maxlp.families.llama.model import Llama, LlamaConfig
 from maxlp.parallel import sharding
+from tests.families.goldens import read_golden
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 RUN = dict(dtype="float32", param_dtype="float32", attention="xla", scan_layers=True, remat="none")
 
 
@@ -36,13 +34,8 @@ class Golden(NamedTuple):
 
 
 def load(name: str, hf: ModuleType) -> Golden:
-    with np.load(GOLDENS / f"{name}.npz") as file:
-        flat = dict(file)
-    config = LlamaConfig(**hf.config_from_hf(json.loads(str(flat.pop("config")))), **RUN)
-    groups: dict[str, dict[str, np.ndarray]] = {"weights": {}, "grads": {}, "": {}}
-    for key, value in flat.items():
-        group, _, tensor = key.rpartition("/")
-        groups[group][tensor] = value.astype(np.float32) if group else value
+    config, groups = read_golden(name)
+    config = LlamaConfig(**hf.config_from_hf(config), **RUN)
     return Golden(hf, config, groups["weights"], groups["grads"], groups[""])
 
 

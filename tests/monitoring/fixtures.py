@@ -35,6 +35,11 @@ def trees_equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+def write_records(workdir, records):
+    """The `metrics.jsonl` of a run with these records."""
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def write_spike(workdir, step, **values):
     """The record of a spike, with these values."""
     record = Spike(step, 3.0, 2.0, 5.0)._asdict() | {"policy": vars(SpikeConfig()), "checkpoint": None}

@@ -7,6 +7,7 @@ import pytest
 from maxlp.monitoring.run_record import load_run, tail
 from maxlp.monitoring.sections import loss_lines
 from maxlp.monitoring.spikes import SpikeConfig
+from tests.monitoring.fixtures import write_records
 
 
 def test_an_empty_directory_is_a_run_that_has_not_begun(tmp_path):
@@ -36,7 +37,7 @@ def test_parameters_are_those_of_the_newest_start(tmp_path):
 def test_what_was_seen_follows_the_batch_sizes_of_all_starts(tmp_path, starts, seen):
     info = {"starts": [{"step": step} | ({"units_per_step": n} if n else {}) for step, n in starts]}
     data = {"batch_size": 4, "seq_len": 10}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 58}\n')
+    write_records(tmp_path, [{"step": 58}])
     run = dataclasses.replace(load_run(tmp_path), info=info, config={"data": data})
     assert run.units_seen == seen
 
@@ -64,8 +65,7 @@ def test_a_spike_config_with_a_wrong_value_is_named(tmp_path):
 
 
 def test_a_series_holds_the_records_that_have_it(tmp_path):
-    records = [{"step": 1, "a": 0.5}, {"step": 2, "b": 1}, {"step": 3, "a": 0.25}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, [{"step": 1, "a": 0.5}, {"step": 2, "b": 1}, {"step": 3, "a": 0.25}])
     steps, values = load_run(tmp_path).series("a")
     assert steps.tolist() == [1, 3] and values.tolist() == [0.5, 0.25]
 
@@ -78,7 +78,7 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
     assert load_run(tmp_path).validation_part("eval") == "the first validation batch"
     (tmp_path / "config.json").write_text(json.dumps({"train": {"eval_batches": 20}}))
     records = [{"step": 3, "eval/loss": 2.0, "eval/accuracy": 0.0}]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]))
+    write_records(tmp_path, records)
     run = load_run(tmp_path)
     assert run.validation_part("eval") == "the first 20 validation batches"
     assert dataclasses.replace(run, config={}).validation_part("eval") == "validation data"
@@ -86,7 +86,7 @@ def test_an_evaluation_of_no_more_than_there_is_covers_all(tmp_path, full, part)
         {"step": 3, "eval_full/loss": full, "eval_full/accuracy": 0.0},
         {"step": 3, "magnitude/layers/0": 1.0},
     ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     run = load_run(tmp_path)
     assert (run.validation_part("eval"), run.validation_part("eval_full")) == (part, "all validation data")
     shown = [name for name, _ in loss_lines(run) if name.startswith("eval") and name.endswith("loss")]

@@ -15,7 +15,7 @@ from maxlp.monitoring.run_record import load_run
 from maxlp.run import run_dir
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.files import write_json
-from tests.monitoring.fixtures import write_run, write_spike
+from tests.monitoring.fixtures import write_records, write_run, write_spike
 
 
 def shown(path):
@@ -26,10 +26,6 @@ def shown(path):
         parts = (line.strip().partition("  ") for line in lines)
         found[title] = {label: text.strip() for label, _, text in parts}
     return found
-
-
-def write(path, records):
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def test_a_finished_run(tmp_path):
@@ -58,7 +54,7 @@ def test_a_finished_run(tmp_path):
 
 def test_the_losses_of_a_diverged_run_are_short(tmp_path):
     records = [{"step": 1, "time": 0.0, "train/loss": 1e30}, {"step": 1, "time": 0.0, "eval/loss": 1e30}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(tmp_path, records)
     text = dict(sections.loss_lines(load_run(tmp_path)))
     assert text["train/loss"] == "1.0000e+30 in the last record"
     assert text["eval/loss"].startswith("1.0000e+30 at ")
@@ -76,7 +72,7 @@ def test_the_losses_of_a_diverged_run_are_short(tmp_path):
 )
 def test_a_contrastive_loss_at_chance_is_named(losses, loss, shown, tmp_path):
     records = [{"step": 10 * i, "train/loss": value} for i, value in enumerate(losses, 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     config = dict(data=dict(batch_size=64), optimizer=dict(warmup_steps=20), loss=loss)
     write_json(tmp_path / "config.json", config)
     assert ("at chance" in dict(sections.loss_lines(load_run(tmp_path)))) == shown
@@ -85,7 +81,7 @@ def test_a_contrastive_loss_at_chance_is_named(losses, loss, shown, tmp_path):
 def test_skipped_steps_are_added_up(tmp_path):
     counts = {10: 3.0, 20: 0.0, 30: 1.0}
     records = [{"step": n, "train/loss": 1.0, "train/skipped": count} for n, count in counts.items()]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert dict(sections.loss_lines(load_run(tmp_path)))["skipped"] == "4 steps"
 
 
@@ -116,21 +112,21 @@ def test_what_is_null_in_a_start_counts_as_missing(tmp_path):
 def test_a_run_whose_data_has_ended_is_finished_until_it_goes_on(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
     records = [{"step": 27, "train/loss": 1.0}, {"step": 27, "eval_full/loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
     records.append({"step": 28, "time": time.time(), "train/loss": 1.0})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Run"]["state"].startswith("at step 28 of 100")
 
 
 def test_a_run_whose_steps_count_as_more_than_one(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"train": {"total_steps": 100}}))
     records = [{"step": 10, "time": time.time(), "train/tau": 40.0}, {"step": 10, "time": time.time()}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     state = shown(tmp_path)["Run"]["state"]
     assert state.startswith("at step 10, which count as 40 of 100 (40.0%), last record 0:0")
     records.append({"step": 27, "time": time.time(), "train/tau": 101.5})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
 
 
@@ -146,7 +142,7 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
         {"step": 1, "data/skipped": 1},
         {"step": 2, "data/skipped": 5, "data/texts_cut": 0.03} | recalls,
     ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     text = shown(tmp_path)
     truncated = "3.0% since the last start (longer than data.text_len=77)"
     assert text["Data"] == {"skipped": "5 broken examples", "truncated texts": truncated}
@@ -157,7 +153,7 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
 def test_conversations_that_do_not_fit(tmp_path):
     run_dir.save_config(tmp_path, ConfigDict({"data": {"seq_len": 64}}))
     fractions = {"data/conversations_cut": 0.25, "data/conversations_skipped": 0.031}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | fractions))
+    write_records(tmp_path, [{"step": 1} | fractions])
     assert shown(tmp_path)["Data"] == {
         "conversations cut": "25.0% since the last start (longer than data.seq_len=64)",
         "conversations skipped": "3.1% since the last start (no answer within data.seq_len=64)",
@@ -167,13 +163,13 @@ def test_conversations_that_do_not_fit(tmp_path):
 def test_the_best_evaluation_is_one_that_covers_as_much_text_as_the_last(tmp_path):
     evals = [(1, 1.0, 10), (2, 3.0, 99), (3, 4.0, 99)]
     records = [{"step": n, "eval/loss": loss, "eval/tokens": tokens} for n, loss, tokens in evals]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Loss"] == {"eval/loss": "4.0000 at step 3, best 3.0000 at step 2"}
 
 
 @pytest.mark.parametrize(("value", "text"), [(32.4567, "32.46"), (21_873.4, "21,870"), (1e26, "1e+26")])
 def test_large_perplexities(tmp_path, value, text):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "eval/perplexity": value}))
+    write_records(tmp_path, [{"step": 1, "eval/perplexity": value}])
     assert shown(tmp_path)["Loss"]["eval/perplexity"] == f"{text} at step 1 on validation data"
 
 
@@ -205,19 +201,21 @@ def test_of_many_starts_the_first_and_the_last_are_listed(tmp_path):
 def test_gradients_that_are_always_zero_are_named(tmp_path, monkeypatch):
     zero, always, now = ("train/grad_norms/layers/mlp/up_proj/kernel/" + n for n in "012")
     records = [{"step": n, always: 0.5, zero: 0.0, now: float(n < 20)} for n in range(21)]
-    write(tmp_path, [*records, {"step": 20, "eval/loss": 2.0}])
+    write_records(tmp_path, [*records, {"step": 20, "eval/loss": 2.0}])
     (line,) = sections.gradient_lines(load_run(tmp_path))
     assert line == ("zero", "layers/mlp/up_proj/kernel/0, in the last 10 records")
-    write(tmp_path, [record | {now: 0.0} for record in records])
+    write_records(tmp_path, [record | {now: 0.0} for record in records])
     monkeypatch.setattr(sections, "MAX_ENTRIES", 1)
     (line,) = sections.gradient_lines(load_run(tmp_path))
     assert line == ("zero", "layers/mlp/up_proj/kernel/0 and 1 more, in the last record")
-    write(tmp_path, [record | {zero: math.nan} for record in records[:20]])
+    write_records(tmp_path, [record | {zero: math.nan} for record in records[:20]])
     assert "Gradients" not in shown(tmp_path)
 
 
 def test_the_logit_scale_of_a_clip_is_shown_with_its_beginning(tmp_path):
-    write(tmp_path, [{"step": n, "train/loss": 1.0, "train/logit_scale": 10.0 * n} for n in range(1, 11)])
+    write_records(
+        tmp_path, [{"step": n, "train/loss": 1.0, "train/logit_scale": 10.0 * n} for n in range(1, 11)]
+    )
     assert shown(tmp_path)["Loss"]["train/logit_scale"] == "100 at step 10 (10 at step 1)"
 
 
@@ -225,7 +223,7 @@ def test_quantization_is_that_of_the_last_measurement(tmp_path):
     values = {"amax": 2.0, "scale": 0.5, "age": 1.0, "saturated": 0.25, "underflow": 0.0}
     health = {f"health/layers/mlp/0/input/{name}": value for name, value in values.items()}
     records = [{"step": 5} | health | {"health/layers/mlp/0/input/amax": 9.0}, {"step": 10} | health]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     text = shown(tmp_path)["Quantization"]
     assert text["measured at"] == "step 10"
     assert "amax 2 to 2" in text["layers/mlp input"] and "saturated 25.00%" in text["layers/mlp input"]
@@ -236,7 +234,7 @@ def test_magnitudes_are_those_of_the_first_and_the_last_measurement(tmp_path):
         return {"step": step} | {f"magnitude/visual/layers/{i}": x for i, x in enumerate(values)}
 
     records = [record(5, 1.0, 2.0, 0.5), {"step": 7, "train/loss": 1.0}, record(10, 3.0, 8.0, 4.0)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Outputs of the blocks"] == {
         "mean |x|": "at step 10, and at step 5 in brackets",
         "visual/layers": "3 (1) after the first block, 4 (0.5) after the last, at most 8 (block 1)",
@@ -286,7 +284,7 @@ def test_how_often_rms_rose_before_the_loss_is_counted_if_every_step_is_logged(t
     losses[[30, 60, 90]] += 1.0
     rms[[22, 60, 80]] = 2.0  # 8 steps before the first spike, at the second, 10 steps before the third
     records = [{"step": i + 1, "train/loss": losses[i], "train/rms/max": rms[i]} for i in range(100)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(tmp_path, records)
     assert shown(tmp_path)["Spikes"]["led by RMS_t"] == (
         "1 of 3 spikes came 1 to 8 steps after the largest RMS_t rose above 1.8 (0.7 would by chance)"
     )  # 3 · (8 + 8 + 8) / 100

@@ -42,6 +42,15 @@ def is_shape(x):
     return isinstance(x, tuple)
 
 
+# Two layers of a projection, and a head.
+LAYERS_AND_HEAD = {"layers": {"attn": {"q_proj": {"kernel": (2, 4, 6)}}}, "lm_head": {"kernel": (4, 8)}}
+
+
+def tensors_of(tree):
+    """The tensors of a tree of `LAYERS_AND_HEAD`: of each layer, and of the head."""
+    return [*np.asarray(tree["layers"]["attn"]["q_proj"]["kernel"]), np.asarray(tree["lm_head"]["kernel"])]
+
+
 def random_tree(shapes, seed, scale=1.0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(

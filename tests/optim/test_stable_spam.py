@@ -5,11 +5,10 @@ import numpy as np
 import optax
 
 from maxlp.optim.stable_spam import scale_by_stable_spam
-from tests.optim.common import random_tree, run
+from tests.optim.common import LAYERS_AND_HEAD, random_tree, run, tensors_of
 
 B1, B2, EPS, G1, G2, G3, RESET = 0.8, 0.9, 1e-8, 0.7, 0.9, 0.95, 4
 OPTIONS = dict(norm_decay=G1, squared_norm_decay=G2, largest_decay=G3, reset_every=RESET)
-SHAPES = {"layers": {"attn": {"q_proj": {"kernel": (2, 4, 6)}}}, "lm_head": {"kernel": (4, 8)}}
 
 
 def stable_spam(grads):
@@ -35,17 +34,13 @@ def stable_spam(grads):
 def test_ten_steps_equal_the_paper_s_for_each_tensor_of_each_layer():
     """Through two resets, with gradients that grow and shrink, one of them with a spike."""
     scales = (1.0, 0.2, 30.0, 0.5, 2.0, 0.1, 4.0, 1.0, 1.0, 1.0)
-    grads = [random_tree(SHAPES, seed, scale) for seed, scale in enumerate(scales)]
+    grads = [random_tree(LAYERS_AND_HEAD, seed, scale) for seed, scale in enumerate(scales)]
     grads[5]["lm_head"]["kernel"] = grads[5]["lm_head"]["kernel"].at[1, 2].set(1e4)
     tx = optax.chain(scale_by_stable_spam(B1, B2, EPS, **OPTIONS), optax.scale(-1.0))
     got, _ = run(tx, optax.tree.zeros_like(grads[0]), grads)
-    for layer in range(2):
-        ours = [np.float64(g["layers"]["attn"]["q_proj"]["kernel"][layer]) for g in grads]
+    for ours, *of_steps in zip(*map(tensors_of, (got, *grads)), strict=True):
         # Ten float32 steps of about 1.
-        want = -sum(stable_spam(ours))
-        np.testing.assert_allclose(got["layers"]["attn"]["q_proj"]["kernel"][layer], want, atol=2e-5)
-    want = -sum(stable_spam([np.float64(g["lm_head"]["kernel"]) for g in grads]))
-    np.testing.assert_allclose(got["lm_head"]["kernel"], want, atol=2e-5)
+        np.testing.assert_allclose(ours, -sum(stable_spam(map(np.float64, of_steps))), atol=2e-5)
 
 
 def test_a_spike_moves_neither_the_parameter_nor_the_moments_far():

@@ -24,7 +24,7 @@ from maxlp.planning.cost_model import (
 )
 from maxlp.precision import scatter
 from maxlp.run.experiment import assemble
-from maxlp.run.settings import read
+from maxlp.run.settings import Settings, read
 from tests.fixtures import LLAMA, Trainer, batch, exchanged_bytes, make_llama, make_mesh
 from tests.planning import peaks
 from tests.run.fixtures import changed, load
@@ -75,44 +75,38 @@ def test_state_is_that_of_the_step(changes, axes):
     """The bytes of the shards on any mesh, from shapes that were traced on another one."""
     s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8} | changes)
     state = state_shapes(s, s.machine(1, "cpu"))
-    mesh = sharding.make_mesh(**({"fsdp": 1} | axes))
-    run = assemble(s, s.machine(8, "cpu"), mesh)
-    _, abstract = run.abstract_state()
+    real = bytes_of_step(s, **({"fsdp": 1} | axes))
     for part in ("params", "opt_state"):
-        real = sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(abstract[part])
-        )
-        assert state.bytes_on(sharding.abstract_mesh(axes), part) == real
+        assert state.bytes_on(sharding.abstract_mesh(axes), part) == real[part]
+
+
+def bytes_of_step(s: Settings, **axes: int) -> dict[str, int]:
+    """The bytes of a device's shards of each part of the state, on a mesh of 8 devices."""
+
+    def size(leaf: jax.ShapeDtypeStruct) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    _, abstract = assemble(s, s.machine(8, "cpu"), sharding.make_mesh(**axes)).abstract_state()
+    return {part: sum(map(size, jax.tree.leaves(tree))) for part, tree in abstract.items()}
 
 
 def test_errors_of_an_exchange_are_those_of_the_step():
     changes = {"data.batch_size": 8, "mesh.data": 2, "precision.exchange": "int8"}
     s = peaks.settings_of(llama(vocab_size=256, **SIZES), changes | {"model.param_dtype": "bfloat16"})
-    machine = s.machine(8, "cpu")  # fsdp 4
-    mesh = sharding.make_mesh(data=2, fsdp=4)
-    run = assemble(s, machine, mesh)
-    _, abstract = run.abstract_state()
-    errors = jax.tree.leaves(abstract["model_state"])
-    real = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in errors)
-    held = held_state(s, sharding.abstract_mesh(machine.axes), state_shapes(s, machine))
-    assert held["errors of the exchange"] == real > 0
-    assert held["optimizer"] == state_shapes(s, machine).bytes_on(mesh.abstract_mesh, "opt_state")
+    machine, real = s.machine(8, "cpu"), bytes_of_step(s, data=2, fsdp=4)
+    mesh, state = sharding.abstract_mesh(machine.axes), state_shapes(s, machine)
+    held = held_state(s, mesh, state)
+    assert held["errors of the exchange"] == real["model_state"] > 0
+    assert held["optimizer"] == state.bytes_on(mesh, "opt_state")
 
 
 def test_what_replicas_have_for_themselves_is_that_of_the_step():
     local = {"train.local.steps": 8, "train.total_steps": 80, "precision.exchange": "int8"}
     s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8, "mesh.data": 2} | local)
-    machine, mesh = s.machine(8, "cpu"), sharding.make_mesh(data=2, fsdp=4)
-    run = assemble(s, machine, mesh)
-    _, abstract = run.abstract_state()
-    real = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for part in ("params", "opt_state")
-        for leaf in jax.tree.leaves(abstract[part])
-    )
+    machine, real = s.machine(8, "cpu"), bytes_of_step(s, data=2, fsdp=4)
     held = held_state(s, sharding.abstract_mesh(machine.axes), state_shapes(s, machine))
-    assert sum(held.values()) == real and held["local steps"] == 2 * held["parameters"]
+    assert sum(held.values()) == real["params"] + real["opt_state"]
+    assert held["local steps"] == 2 * held["parameters"]
 
 
 def test_a_ledger_omits_collectives_that_have_nothing_to_do():
