@@ -33,8 +33,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxlp import schema
 from maxlp.nn import attention
-from maxlp.optim.config import GaloreConfig, LowBitConfig
+from maxlp.optim.config import GaloreConfig
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, matches
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.cost_model import StateShapes, cost_of, state_shapes
@@ -51,7 +52,6 @@ REMATS = ("none", "dots", "block", "offload")
 FREE_AXES = ("data", "fsdp", "context", "tensor")
 NUMERICS = ("pure_bf16", "bfloat16 or 8-bit moments", "GaLore", "clipping", "a smaller batch")
 SPED_UP = {"float8": "fp8_delayed", "int8": "int8_switchback"}  # dtype of the matmuls -> recipe
-NESTED = {"low_bit": LowBitConfig, "galore": GaloreConfig}  # options that are None if they are off
 
 Changes = dict[str, Any]  # of settings by key, such as {"model.remat": "block"}
 
@@ -167,10 +167,11 @@ def changed(s: Settings, changes: Mapping[str, Any]) -> Settings:
         if isinstance(old, Mapping):
             s = dataclasses.replace(s, **{section: {**old, **values}})
             continue
-        for name in values.keys() & NESTED.keys():
-            present = getattr(old, name)
-            make = NESTED[name] if present is None else functools.partial(dataclasses.replace, present)
-            values[name] = make(**values[name])
+        hints = schema.annotations(type(old))
+        for name, value in values.items():
+            if isinstance(value, dict) and (kind := schema.section(hints[name])):
+                present = getattr(old, name)
+                values[name] = dataclasses.replace(present, **value) if present else kind(**value)
         s = dataclasses.replace(s, **{section: dataclasses.replace(old, **values)})
     return s
 
