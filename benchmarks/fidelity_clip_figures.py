@@ -6,19 +6,20 @@ python benchmarks/fidelity_clip.py precision spikes layer_scale --draw
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fidelity_figures import (
     COLORS,
     POLICY,
     Runs,
+    draw_spikes,
     legend_below,
     plus_minus,
     predicted,
     print_table,
     running,
     save,
-    shade,
 )
 from matplotlib.figure import Figure
 
@@ -75,9 +76,10 @@ def precision(runs: Runs, figure: Figure) -> None:
 # --- spikes -------------------------------------------------------------------------------------------
 
 
-def loss_spikes(losses: list[float]) -> list[int]:
+def loss_spikes(run: dict[str, Any]) -> list[int]:
+    losses = np.array(run["loss"])
     steps = np.arange(STEADY - POLICY.min_history, len(losses))
-    return [spike.step for spike in spikes.find_spikes(steps, np.array(losses)[steps], POLICY)]
+    return [spike.step for spike in spikes.find_spikes(steps, losses[steps], POLICY)]
 
 
 def rms_spikes(rms: list[float], policy: spikes.SpikeConfig) -> list[int]:
@@ -94,7 +96,7 @@ def lasting(losses: list[float], shift: int) -> float:
 def shifts(runs: Runs, figure: Figure) -> None:
     rows = []
     for name, seeds in runs.items():
-        found = {seed: loss_spikes(run["loss"]) for seed, run in sorted(seeds.items())}
+        found = {seed: loss_spikes(run) for seed, run in sorted(seeds.items())}
         row = [name, f"{sum(map(len, found.values()))} ({', '.join(str(len(f)) for f in found.values())})"]
         for policy in (POLICY, LARGE):
             predictions = [
@@ -113,23 +115,9 @@ def shifts(runs: Runs, figure: Figure) -> None:
     print_table([*header, "the shifts raise the loss by", "final loss"], rows)
 
     figure.set_size_inches(14, 7)
-    grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
-    for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
-        for color, (seed, run) in zip(COLORS, sorted(seeds.items()), strict=False):
-            top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
-            where = loss_spikes(run["loss"])
-            top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
-            bottom.plot(run["rms_patch"], color=color, linewidth=0.9)
-        bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
-        for axes in (top, bottom):
-            shade(axes, [*SHIFTS], f"gradients × {GROWTH:g}")
-        top.set_title(name, loc="left")
-        bottom.set_yscale("log")
-        bottom.set_ylim(0.1, 20)
-        bottom.set_xlabel("step")
-    grid[0, 0].set_ylabel("training loss, spikes marked")
-    grid[1, 0].set_ylabel("RMS_t of the patch embedding (log)")
-    legend_below(figure, grid[0, 0])
+    below = draw_spikes(figure, runs, "rms_patch", loss_spikes, [*SHIFTS], f"gradients × {GROWTH:g}")
+    below[0].set_ylim(0.1, 20)
+    below[0].set_ylabel("RMS_t of the patch embedding (log)")
 
 
 # --- layer-scale --------------------------------------------------------------------------------------

@@ -140,22 +140,8 @@ def optimizers(runs: Runs, figure: Figure) -> None:
 
     figure.set_size_inches(12, 7)
     runs = {name: seeds for name, seeds in runs.items() if "rms_hidden" in next(iter(seeds.values()))}
-    grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
-    for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
-        for color, (seed, run) in zip(COLORS, seeds.items(), strict=False):
-            top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
-            where = loss_spikes(run)
-            top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
-            bottom.plot(run["rms_hidden"], color=color, linewidth=0.9)
-        bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
-        for axes in (top, bottom):
-            shade(axes, BROKEN, "random tokens")
-        top.set_title(name, loc="left")
-        bottom.set_yscale("log")
-        bottom.set_xlabel("step")
-    grid[0, 0].set_ylabel("training loss, spikes marked")
-    grid[1, 0].set_ylabel("largest RMS_t of the kernels in the blocks (log)")
-    legend_below(figure, grid[0, 0])
+    below = draw_spikes(figure, runs, "rms_hidden", loss_spikes, BROKEN, "random tokens")
+    below[0].set_ylabel("largest RMS_t of the kernels in the blocks (log)")
 
 
 # --- Smooth-SwiGLU ------------------------------------------------------------------------------------
@@ -252,6 +238,42 @@ def legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     columns = min(len(labels), int(13 * figure.get_figwidth() / (max(map(len, labels)) + 6)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def draw_spikes(
+    figure: Figure,
+    runs: Runs,
+    rms: str,
+    find: Callable[[dict[str, Any]], list[int]],
+    damaged: list[int],
+    damage: str,
+) -> list[Axes]:
+    """Draws the training losses of each variant with the spikes marked, and RMS_t below them.
+
+    Args:
+      rms: the key of RMS_t in a run.
+      find: the steps of the spikes of a run.
+      damaged, damage: the steps to shade, and what happened in them.
+
+    Returns:
+      The axes of RMS_t of each variant.
+    """
+    grid = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
+    for (top, bottom), (name, seeds) in zip(grid.T, runs.items(), strict=True):
+        for color, (seed, run) in zip(COLORS, sorted(seeds.items()), strict=False):
+            top.plot(run["loss"], color=color, linewidth=0.9, label=f"seed {seed}")
+            where = find(run)
+            top.plot(where, [run["loss"][i] for i in where], "v", color=color, markersize=6)
+            bottom.plot(run[rms], color=color, linewidth=0.9)
+        bottom.axhline(POLICY.rms_threshold, color="black", linewidth=0.8, linestyle=":")
+        for axes in (top, bottom):
+            shade(axes, damaged, damage)
+        top.set_title(name, loc="left")
+        bottom.set_yscale("log")
+        bottom.set_xlabel("step")
+    grid[0, 0].set_ylabel("training loss, spikes marked")
+    legend_below(figure, grid[0, 0])
+    return list(grid[1])
 
 
 def shade(axes: Axes, steps: list[int], label: str) -> None:

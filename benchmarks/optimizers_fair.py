@@ -442,20 +442,12 @@ def trainers(plan: Plan, data: Data) -> Callable[[str], Trainer]:
     return trainer
 
 
-def command(
-    plan: Plan,
-    doc: str,
-    quick: dict[str, Any],
-    run: Callable[[str, Plan, Callable[[str], Trainer], Data], None],
-    report: Callable[[Plan, Path], None],
-) -> None:
-    """The command line, also of `spike_suite.py`, `spike_suite_clip.py` and `stability_sweep.py`.
+def parse(plan: Plan, doc: str, quick: dict[str, Any]) -> tuple[Plan, list[str], Path]:
+    """The command line: the plan, the methods to run (none with `--report`) and the file of the figure.
 
     Args:
       plan: the runs; its folder is the default of `--out`.
       quick: what `--quick` replaces in the plan.
-      run: makes the missing measurements of a method.
-      report: prints the results, and draws into a file.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the results; with --quick there is no default")
@@ -468,19 +460,35 @@ def command(
         help="all by default",
     )
     parser.add_argument("--report", action="store_true", help="run nothing; print and draw the results")
-    parser.add_argument(
-        "--quick", action="store_true", help="few steps of one layer: only checks that it runs"
-    )
+    parser.add_argument("--quick", action="store_true", help="few steps: only checks that it runs")
     args = parser.parse_args()
     if args.quick and not args.out:
         parser.error("--quick needs --out=FOLDER, so that it does not mix with the results")
     figure = args.out / "figure.png" if args.out else ROOT / "docs" / "figures" / f"{plan.out.name}.png"
     plan = dataclasses.replace(plan, out=args.out or plan.out, **(quick if args.quick else {}))
-    if not args.report:
+    return plan, [] if args.report else args.only, figure
+
+
+def command(
+    plan: Plan,
+    doc: str,
+    quick: dict[str, Any],
+    run: Callable[[str, Plan, Callable[[str], Trainer], Data], None],
+    report: Callable[[Plan, Path], None],
+) -> None:
+    """The command, also of `spike_suite.py`, `spike_suite_clip.py` and `stability_sweep.py`.
+
+    Args:
+      plan, quick: as in `parse`.
+      run: makes the missing measurements of a method.
+      report: prints the results, and draws into a file.
+    """
+    plan, methods, figure = parse(plan, doc, quick)
+    if methods:
         with tempfile.TemporaryDirectory() as folder:
             data = Data(changed(plan.config(), plan.base), Path(folder), plan.validation_batches)
             trainer = trainers(plan, data)
-            for method in args.only:
+            for method in methods:
                 run(method, plan, trainer, data)
     report(plan, figure)
 

@@ -39,7 +39,6 @@ network, or with the second of two blocks, often no alignment; with inputs of eq
 saturation, with these about one element in 100,000, four times the control's; and no loss from it.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -50,10 +49,10 @@ import fidelity_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fidelity_runs import RESULTS, ROOT, digits
+from fidelity_runs import RESULTS, digits
 from flax import nnx
 from matplotlib.figure import Figure
-from optimizers_fair import Plan
+from optimizers_fair import Plan, parse
 
 from configs.llama import tiny
 from maxlp import optim, precision
@@ -406,22 +405,11 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="folder of the results; with --quick there is no default")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT")
-    parser.add_argument("--report", action="store_true", help="run nothing; print and draw the results")
-    parser.add_argument(
-        "--quick", action="store_true", help="few steps of one seed: only checks that it runs"
-    )
-    args = parser.parse_args()
-    if args.quick and not args.out:
-        parser.error("--quick needs --out=FOLDER, so that it does not mix with the results")
-    setting = Setting(steps=2 * WINDOW) if args.quick else Setting()
-    folder, seeds = args.out or RESULTS / "outliers", SEEDS[:1] if args.quick else SEEDS
-    plan = Plan(folder, dataclasses.asdict(setting), VARIANTS, seeds=seeds)
-    if not args.report:
-        run_missing(plan, args.only)
-    report(plan, args.out / "figure.png" if args.out else ROOT / "docs" / "figures" / "outliers.png")
+    quick = {"base": dataclasses.asdict(Setting(steps=2 * WINDOW)), "seeds": SEEDS[:1]}
+    plan = Plan(RESULTS / "outliers", dataclasses.asdict(Setting()), VARIANTS, seeds=SEEDS)
+    plan, variants, figure = parse(plan, __doc__, quick)
+    run_missing(plan, variants)
+    report(plan, figure)
 
 
 if __name__ == "__main__":
