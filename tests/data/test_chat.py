@@ -1,5 +1,6 @@
 """Which tokens of a conversation are learned, and how conversations become batches."""
 
+import functools
 import json
 import math
 import pickle
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from maxlp.data import estimates, merge_states, text
+from maxlp.data import estimates, text
 from maxlp.data.chat import Chat, as_messages
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.prepare import prepare_text
@@ -21,7 +22,7 @@ from tests.data.chats import (
     write_chats,
     write_tokenizer,
 )
-from tests.data.windows import assert_equal, join, take
+from tests.data.windows import assert_equal, assert_resumes, take
 
 # --- templates, each with the same in Python: pieces of text, and whether the model writes them ----------
 
@@ -493,19 +494,9 @@ def test_resume_is_exact_on_any_number_of_processes(tmp_path, monkeypatch):
     how = dict(seq_len=48, shuffle_tokens=2000)
     expected = take(iter(data(source, spec, **how)), 30)
     for stop in (1, 7, 29):
-        states = []
-        for i in range(2):
-            iterator = iter(data(source, spec, process_index=i, process_count=2, **how))
-            take(iterator, stop)
-            states.append(iterator.get_state())
-        merged = json.loads(json.dumps(merge_states(states)))
-        for count in (1, 4):
-            parts = []
-            for i in range(count):
-                iterator = iter(data(source, spec, process_index=i, process_count=count, **how))
-                iterator.set_state(merged)
-                parts.append(take(iterator, 30 - stop))
-            assert_equal(join(parts), {key: array[stop:] for key, array in expected.items()}, stop=stop)
+        assert_resumes(
+            functools.partial(data, source, spec, **how), expected, stop, before=2, counts=(1, 4)
+        )
 
 
 def test_another_template_is_refused_on_resume(tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import multiprocessing
 
@@ -17,6 +18,7 @@ from tests.data.windows import (
     BOS,
     EOS,
     assert_equal,
+    assert_resumes,
     corpus,
     join,
     make,
@@ -142,23 +144,8 @@ def test_resume_is_exact_on_any_number_of_processes(kwargs, monkeypatch):
     expected = take(iter(variant(kwargs)), steps)
     rng = np.random.default_rng(0)
     for stop in {0, 1, steps - 1, *rng.integers(2, steps, 2).tolist()}:
-        states = []
-        for i in range(4):
-            iterator = iter(variant(kwargs, process_index=i, process_count=4))
-            if stop:
-                take(iterator, stop)
-            states.append(iterator.get_state())
-        merged = json.loads(json.dumps(merge_states(states)))
-        rest = {key: array[stop:] for key, array in expected.items()}
-        for count in (1, 2, 4):
-            parts = []
-            for i in range(count):
-                iterator = iter(variant(kwargs, process_index=i, process_count=count))
-                next(iterator)  # the state replaces the position
-                iterator.set_state(merged)
-                assert iterator.get_state()["step"] == stop
-                parts.append(take(iterator, steps - stop))
-            assert_equal(join(parts), rest, stop=stop, process_count=count)
+        make_dataset = functools.partial(variant, kwargs)
+        assert_resumes(make_dataset, expected, stop, before=4, counts=(1, 2, 4))
 
 
 def test_a_state_saved_at_the_end_restores_the_end():

@@ -1,11 +1,12 @@
 """Documents of distinct tokens, and batches as stacked arrays."""
 
 import dataclasses
+import json
 import sys
 
 import numpy as np
 
-from maxlp.data import text
+from maxlp.data import merge_states, text
 
 BOS, EOS, PAD = 1, 2, 0
 KEYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
@@ -68,3 +69,31 @@ def assert_equal(batches, expected, **where):
     for key in KEYS:
         np.testing.assert_array_equal(batches[key], expected[key], err_msg=f"{key} {where}")
         assert batches[key].dtype == (bool if key == "loss_mask" else np.int32)
+
+
+def assert_resumes(make_dataset, expected, stop, before, counts):
+    """From the states of some processes after ``stop`` steps, any number of processes continues exactly.
+
+    Args:
+      make_dataset: takes ``process_index`` and ``process_count``.
+      expected: the batches of one process, from the start.
+      before: the number of processes that save.
+      counts: the numbers of processes that continue.
+    """
+    states = []
+    for i in range(before):
+        iterator = iter(make_dataset(process_index=i, process_count=before))
+        if stop:
+            take(iterator, stop)
+        states.append(iterator.get_state())
+    merged = json.loads(json.dumps(merge_states(states)))
+    rest = {key: array[stop:] for key, array in expected.items()}
+    for count in counts:
+        parts = []
+        for i in range(count):
+            iterator = iter(make_dataset(process_index=i, process_count=count))
+            next(iterator)  # the state replaces the position
+            iterator.set_state(merged)
+            assert iterator.get_state()["step"] == stop
+            parts.append(take(iterator, len(rest["tokens"])))
+        assert_equal(join(parts), rest, stop=stop, process_count=count)

@@ -5,7 +5,8 @@ import pytest
 from maxlp import families
 from maxlp.run import constraints
 from maxlp.run.config import ConfigError, load_file
-from maxlp.run.settings import Settings, read
+from maxlp.run.settings import Settings
+from tests.planning import peaks
 
 PARAMS = {  # of the published weights
     "0.6b": 596_049_920,
@@ -16,10 +17,7 @@ PARAMS = {  # of the published weights
 
 
 def settings(preset: str, **changes) -> Settings:
-    c = load_file(f"qwen3/{preset}")
-    with c.unlocked():
-        c.update_from_flattened_dict({"data.source": "unread", "data.tokenizer": "bytes"} | changes)
-    return read(c)
+    return peaks.settings_of(load_file(f"qwen3/{preset}"), changes)
 
 
 @pytest.mark.parametrize("preset", PARAMS)
