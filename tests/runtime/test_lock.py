@@ -159,21 +159,15 @@ def other_machine(workdir, lives):
     thread.join()
 
 
-def test_on_another_machine_the_count_decides(tmp_path):
-    with other_machine(tmp_path, lives=True):
-        refused(tmp_path, "process 7 on other")
-    (tmp_path / "lock").write_text(json.dumps(OTHER))
-    taken(tmp_path)
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
-def test_without_a_working_kernel_lock_the_count_decides_too(tmp_path, monkeypatch, error):
-    """A network file system without locks, or with the lock of a machine that was lost."""
+@pytest.mark.parametrize("error", [None, errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
+def test_on_another_machine_the_count_decides(tmp_path, monkeypatch, error):
+    """A network file system locks for one machine only, has no locks, or keeps that of a lost machine."""
 
     def fails(*_):
         raise OSError(error, "no lock")
 
-    monkeypatch.setattr(lock.fcntl, "flock", fails)
+    if error is not None:
+        monkeypatch.setattr(lock.fcntl, "flock", fails)
     with other_machine(tmp_path, lives=True):
         refused(tmp_path, "process 7 on other")
     (tmp_path / "lock").write_text(json.dumps(OTHER))
