@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         result = load(path(args.out, piece.name))
         if is_finished(result, device) and not args.again:
             print(f"{piece.name}: {result['status']} already")
-        elif not device["tiny"] and left < 60 * piece.minutes:
+        elif left < (0 if device["tiny"] else 60 * piece.minutes):
             later.append(piece.name)
         else:
             print(f"\n{piece.name}: {piece.what}", flush=True)
@@ -204,9 +204,10 @@ def environment(shares: bool) -> dict[str, str]:
         ROOT / "benchmarks",  # whose files import each other by file name
         *filter(None, [own.get("PYTHONPATH")]),
     ]
+    older = "XLA_PYTHON_CLIENT_MEM_FRACTION" in own  # the deprecated name; JAX refuses both together
     return {
         "JAX_COMPILATION_CACHE_DIR": str(Path.home() / ".cache" / "maxlp" / "xla"),
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+        **({} if older else {"XLA_CLIENT_MEM_FRACTION": "0.95"}),
         **({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shares else {}),
         **own,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

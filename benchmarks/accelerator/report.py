@@ -116,7 +116,7 @@ def render(results: Results) -> str:
         return "nothing is measured yet"
     everything, newest = results, max(results.values(), key=lambda result: result.get("start", ""))
     results = {name: r for name, r in results.items() if is_of(r, newest["device"])}
-    parts = [f"{header(newest, commits(results))}\n\n{targets(results)}"]
+    parts = [header(newest, commits(results)), *xla_flags(results), targets(results)]
     for title, (names, make) in SECTIONS.items():
         measured = {name: results[name] for name in names if name in results}
         if any(result["rows"] for result in measured.values()):
@@ -131,6 +131,8 @@ def render(results: Results) -> str:
         for name, r in everything.items()
         if name not in results
     ]
+    pieces = dict.fromkeys(name for names, _ in SECTIONS.values() for name in names)
+    problems += [(name, "not run", "") for name in pieces if name not in everything]
     if any(result.get("clocks") for result in results.values()):
         parts.append(f"### Clocks\n\n{clocks(results)}")
     if problems:
@@ -160,6 +162,14 @@ def header(result: dict[str, Any], commits: str) -> str:
     named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "flax", "maxlp") if name in versions)
     sizes = " Tiny sizes: these numbers say only that everything runs." if device["tiny"] else ""
     return f"{result.get('start', '')[:10]}, {device['kind']}, {named}, commit {commits}.{sizes}"
+
+
+def xla_flags(results: Results) -> list[str]:
+    """Which pieces ran with which XLA_FLAGS of the user, on which their speed may depend."""
+    pieces: dict[str, list[str]] = {}
+    for name, result in results.items():
+        pieces.setdefault(result.get("xla_flags", ""), []).append(name)
+    return [f"With XLA_FLAGS=`{flags}`: {', '.join(names)}." for flags, names in pieces.items() if flags]
 
 
 def smoke(results: Results) -> str:

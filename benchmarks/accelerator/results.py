@@ -50,6 +50,7 @@ class Result:
             "command": " ".join(sys.orig_argv),
             "commit": git_revision() or os.environ.get("GIT_COMMIT"),
             "versions": versions(),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "device": self.device,
             "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
@@ -108,8 +109,8 @@ def is_unfinished(result: dict[str, Any]) -> bool:
 
 
 def rows_of_the_same(result: dict[str, Any], header: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an interrupted attempt, if it was of the same code, versions and device."""
-    same = all(result.get(key) == header[key] for key in ("commit", "versions", "device"))
+    """The rows of an interrupted attempt, if it was of the same code, versions, XLA_FLAGS and device."""
+    same = all(result.get(key) == header[key] for key in ("commit", "versions", "xla_flags", "device"))
     if not same or not header["commit"] or header["commit"].endswith("-dirty"):
         return []
     return result["rows"] if is_unfinished(result) else []

@@ -105,7 +105,7 @@ GPUS = {
 
 
 def _usable(name: str) -> float:
-    """Bytes that a program gets: 95 % of what the driver reports (XLA_PYTHON_CLIENT_MEM_FRACTION=0.95).
+    """Bytes that a program gets: 95 % of what the driver reports (XLA_CLIENT_MEM_FRACTION=0.95).
 
     The CUDA context and NCCL's buffers take the rest.
     """

@@ -112,6 +112,7 @@ def test_a_report_of_a_part_names_what_is_missing_and_why():
     assert "commit aaaaaaaaaaaa, unknown." in told.splitlines()[0]
     assert "### Llama 8B, and PyTorch" in told and "### Quantizers" not in told
     assert "| torch_8b_fp8 | failed | ValueError: no |" in told
+    assert "| smoke | not run |  |" in told and "| 8b_fp8 | not run" not in told
 
 
 def test_results_of_another_device_are_not_mixed_in():
@@ -123,6 +124,13 @@ def test_results_of_another_device_are_not_mixed_in():
         assert "2026-11-02, NVIDIA H200" in told and "| 8B FP8 ÷ bfloat16 | at least 1.35 |  | not" in told
         assert "| 8b_bf16 | left out | of another device, NVIDIA H100 80GB HBM3 |" in told
         assert "5,000" not in told
+
+
+def test_a_report_names_the_pieces_with_other_xla_flags():
+    results = of_device(H200, **{"8b_fp8": steps(11_000.0), "8b_bf16": steps(10_000.0)})
+    assert "XLA_FLAGS" not in report.render(results)
+    results["8b_fp8"]["xla_flags"] = "--xla_gpu_enable_triton_gemm=false"
+    assert "With XLA_FLAGS=`--xla_gpu_enable_triton_gemm=false`: 8b_fp8." in report.render(results)
 
 
 def test_the_clocks_of_a_piece_are_those_while_the_gpu_was_busy():
@@ -217,6 +225,10 @@ def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):
     assert load(path(tmp_path, "piece"))["rows"] == out.rows and [row["n"] for row in out.rows] == [0, 1, 2]
     attempt(1, "of other code")
     assert calls.pop() == 0
+    attempt(1)
+    monkeypatch.setenv("XLA_FLAGS", "--other")
+    attempt(1)
+    assert [calls.pop(), calls.pop()] == [0, 0]
     for _ in range(2):
         attempt(1, "1234567890abcdef-dirty")
     assert calls == [0, 1, 2, 0, 0]
@@ -394,6 +406,17 @@ def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
     assert campaign.find_device(tiny=False)["tiny"]
 
 
+@pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
+def test_the_users_share_of_memory_is_the_only_one(name, monkeypatch):
+    """With both names JAX refuses to start on a GPU."""
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert campaign.environment(shares=False)["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+    monkeypatch.setenv(name, "0.5")
+    found = campaign.environment(shares=False)
+    assert [(key, found[key]) for key in found if key.endswith("MEM_FRACTION")] == [(name, "0.5")]
+
+
 def test_kernels_and_runs_that_fail_leave_the_others(tmp_path, monkeypatch):
     from benchmarks.accelerator import checks
 
@@ -471,10 +494,11 @@ def test_matmuls_of_the_resumed_runs_are_cublas():
 
 def test_a_piece_for_which_no_time_is_left_does_not_begin(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(campaign, "PIECES", [Piece("long", "pieces:good", 5, 8, "long")])
-    monkeypatch.setattr(campaign, "find_device", lambda tiny: H200)
-    monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}", "--minutes=4"])
-    assert campaign.main() == 0 and not path(tmp_path, "long").exists()
-    assert "left for another call, for lack of time: long" in capsys.readouterr().out
+    for device, minutes in (H200, 4), (CPU, 1e-9):
+        monkeypatch.setattr(campaign, "find_device", lambda tiny, device=device: device)
+        monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}", f"--minutes={minutes}"])
+        assert campaign.main() == 0 and not path(tmp_path, "long").exists()
+        assert "left for another call, for lack of time: long" in capsys.readouterr().out
 
 
 ALL = [piece.name for piece in campaign.PIECES]
