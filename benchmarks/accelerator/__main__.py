@@ -138,13 +138,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs the pieces that are not done; returns the exit code."""
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
+    pieces = [piece for piece in PIECES if piece.name in args.only]
+    results = {piece.name: load(path(args.out, piece.name)) for piece in pieces}  # before any time is spent
     device = find_device(args.tiny)
     write_json(args.out / "device.json", device)
     print(f"{device['count']} × {device['kind']}, {'tiny' if device['tiny'] else 'full'} sizes", flush=True)
     failed, later = [], []
-    for piece in (piece for piece in PIECES if piece.name in args.only):
-        left = end - time.monotonic()
-        result = load(path(args.out, piece.name))
+    for piece in pieces:
+        left, result = end - time.monotonic(), results[piece.name]
         if is_finished(result, device) and not args.again:
             print(f"{piece.name}: {result['status']} already")
         elif left < (0 if device["tiny"] else 60 * piece.minutes):

@@ -501,6 +501,14 @@ def test_a_piece_for_which_no_time_is_left_does_not_begin(tmp_path, monkeypatch,
         assert "left for another call, for lack of time: long" in capsys.readouterr().out
 
 
+def test_a_damaged_result_is_reported_before_any_piece_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["accelerator", f"--out={tmp_path}"])
+    monkeypatch.setattr(campaign, "find_device", lambda tiny: pytest.fail("the call went on"))
+    path(tmp_path, campaign.PIECES[-1].name).write_text("{")
+    with pytest.raises(ValueError, match=r"fidelity_130m\.json is damaged .*; delete it"):
+        campaign.main()
+
+
 ALL = [piece.name for piece in campaign.PIECES]
 ONE_OF_EACH = [
     *("smoke", "kernels", "predict", "8b_fp8", "torch_8b_bf16", "quantizers", "attention", "matmuls"),
