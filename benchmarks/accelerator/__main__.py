@@ -7,9 +7,9 @@ r"""Measures maxlp on the accelerator at hand, the most valuable numbers first.
 
 Each piece runs in a process of its own with a time limit, and writes PIECE.json to the folder --out
 ("results" by default) with its rows, the versions, the device, its clocks, XLA_FLAGS, the command and the
-commit (without git: $GIT_COMMIT). A piece whose file exists is not repeated, even if it failed, unless --again is
-given; one that was interrupted continues after its last row. What the pieces print is in PIECE.log.
-Compiled programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
+commit (without git: $GIT_COMMIT). A piece whose file exists is not repeated, even if it failed, unless
+--again is given; one that was interrupted continues after its last row. What the pieces print is in
+PIECE.log. Compiled programs are kept in JAX_COMPILATION_CACHE_DIR (~/.cache/maxlp/xla).
 
 Uses one GPU or TPU, and compares with PyTorch on it if that can be imported. On a CPU, or with --tiny, the
 sizes are tiny and only show that every piece runs: 4 minutes of CPU time.
