@@ -28,7 +28,7 @@ def describe(sources: Sequence[Any], tokenizer: Tokenizer, settings: Mapping[str
     if not lengths or len(lengths) < len(found):
         return documents
     tokens = [len(source) * float(n.mean()) for source, n in zip(sources, lengths, strict=True)]
-    documents += f", about {' + '.join(rounded(n / 1e6, 2) for n in tokens)} M tokens"
+    documents += f", about {' + '.join(rounded(n, 2) for n in tokens)} tokens"
     if not steps:
         return documents
     per_window = [tokens_per_window(sample, settings) for sample in lengths]

@@ -1,5 +1,7 @@
 """Words and numbers of messages to the user."""
 
+from decimal import Decimal
+
 
 def counted(number: int, singular: str, plural: str = "") -> str:
     """`1 spike`, `2,000 spikes`."""
@@ -7,8 +9,8 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def rounded(value: float, digits: int) -> str:
-    """A number with this many significant digits and no exponent: `0.074`, `240`, `12,000`."""
-    return f"{float(f'{value:.{digits}g}'):,.12g}"
+    """A number with this many significant digits and no exponent: `0.000074`, `240`, `12,000`."""
+    return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -14,6 +14,7 @@ from maxlp.data import estimates, text
 from maxlp.data.chat import Chat, as_messages
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.prepare import prepare_text
+from maxlp.runtime.messages import rounded
 from tests.data.chats import (
     CHATML,
     numbered,
@@ -468,7 +469,7 @@ def test_the_start_tells_tokens_and_warns_of_conversations_that_end_early(tmp_pa
     steps = sum(1 for _ in dataset)
     chat = Chat(make_tokenizer(spec))
     tokens = sum(len(chat.encode(messages)[:65]) for messages in numbered(400))
-    assert dataset.describe(steps).startswith(f"400 documents, about {tokens / 1e6:.2g} M tokens; {steps} ")
+    assert dataset.describe(steps).startswith(f"400 documents, about {rounded(tokens, 2)} tokens; {steps} ")
     # Blocks of 32 windows leave more room than all windows at once.
     assert "ends the data after about" not in dataset.describe(int(steps * 0.9))
     assert "\nwarning: data.num_epochs=2 ends the data after about" in dataset.describe(steps + 1)

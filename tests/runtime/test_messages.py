@@ -7,8 +7,9 @@ def test_counted_nouns():
 
 
 def test_rounded_numbers_have_no_exponent():
-    numbers = 0.000271, 0.15, 8.26, 243.7, 9_960, 70_553
-    assert [rounded(n, 2) for n in numbers] == ["0.00027", "0.15", "8.3", "240", "10,000", "71,000"]
+    numbers = 0.0000271, 0.15, 8.26, 243.7, 9_960, 70_553
+    assert [rounded(n, 2) for n in numbers] == ["0.000027", "0.15", "8.3", "240", "10,000", "71,000"]
+    assert rounded(15.2e12, 2) == "15,000,000,000,000"
 
 
 def test_format_seconds():
