@@ -17,6 +17,7 @@ command resumes the run.
 import concurrent.futures
 import contextlib
 import functools
+import json
 import os
 import shlex
 import sys
@@ -186,7 +187,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
     """Prints and returns what differs from the last start; raises for a change that must not happen."""
     if flags.FLAGS.dry_run:
-        print_primary(c)  # before the summary, which then remains in sight in a terminal
+        values = json.loads(c.to_json_best_effort())  # lists, where YAML would write !!python/tuple
+        print_primary(ConfigDict(values))  # before the summary, which then remains in sight in a terminal
     if jax.process_count() > 1:
         from maxlp.run import processes  # a single process needs none
 

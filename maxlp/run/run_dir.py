@@ -148,7 +148,7 @@ def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units
             "step": step,
             "num_params": num_params,
             "units_per_step": units_per_step,
-            "command": shlex.join(sys.argv),
+            "command": _command(),
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),
@@ -162,6 +162,13 @@ def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units
     if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
         record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+def _command() -> str:
+    """The command line of this process, to be typed again: `sys.argv` holds the file of a module."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", module.name] if module else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
 
 
 def hub_commits(workdir: Path) -> dict[str, str]:

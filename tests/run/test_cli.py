@@ -287,5 +287,6 @@ def test_a_dry_run_prints_the_config_and_leaves_nothing(tmp_path):
         "train", "--config=configs/llama/405b.py", f"--workdir={tmp_path}/run", "--dry_run", *options
     )
     values, _, summary = out.partition("llama: 405,853,388,800 parameters")
-    assert "rank: 64" in values and summary.count("\n") < 24, "a terminal shows the summary"
+    assert "rank: 64" in values and "rules: []" in values and "!!python" not in values
+    assert summary.count("\n") < 24, "a terminal shows the summary"
     assert not (tmp_path / "run").exists()

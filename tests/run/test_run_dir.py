@@ -1,9 +1,11 @@
 """The files of a run beside its checkpoints: what a start finds there, and what it makes of damage."""
 
 import contextlib
+import importlib.machinery
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 from ml_collections import ConfigDict
@@ -20,13 +22,19 @@ def started(workdir, step=0):
 
 def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--workdir=/data/my run"])
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.__spec__ = importlib.machinery.ModuleSpec("maxlp.train", None)  # as after python -m
     started(tmp_path)
+    main.__spec__ = None
     run_dir.record_checkpoint(tmp_path, 4)
     started(tmp_path, 4)
     run_dir.record_checkpoint(tmp_path, 8)
     record = json.loads((tmp_path / "run.json").read_text())
     assert [start["step"] for start in record["starts"]] == [0, 4] and record["last_checkpoint"] == 8
-    assert record["starts"][0]["command"] == "train.py '--workdir=/data/my run'"
+    module, script = (start["command"] for start in record["starts"])
+    assert module == "python -m maxlp.train '--workdir=/data/my run'"
+    assert script == "python train.py '--workdir=/data/my run'"
 
 
 def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(
