@@ -9,8 +9,9 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def rounded(value: float, digits: int) -> str:
-    """A number with this many significant digits and no exponent: `0.000074`, `240`, `12,000`."""
-    return f"{Decimal(f'{value:.{digits}g}'):,f}"
+    """A number with this many significant digits, below 1e15 without an exponent: `0.000074`, `12,000`."""
+    text = f"{value:.{digits}g}"
+    return f"{Decimal(text):,f}" if abs(value) < 1e15 else text
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,10 +6,11 @@ def test_counted_nouns():
     assert counted(2, "process", "processes") == "2 processes"
 
 
-def test_rounded_numbers_have_no_exponent():
+def test_rounded_numbers_have_an_exponent_only_beyond_the_readable():
     numbers = 0.0000271, 0.15, 8.26, 243.7, 9_960, 70_553
     assert [rounded(n, 2) for n in numbers] == ["0.000027", "0.15", "8.3", "240", "10,000", "71,000"]
-    assert rounded(15.2e12, 2) == "15,000,000,000,000"
+    numbers = 15.2e12, 1.52e26, float("inf"), float("nan")
+    assert [rounded(n, 2) for n in numbers] == ["15,000,000,000,000", "1.5e+26", "inf", "nan"]
 
 
 def test_format_seconds():
