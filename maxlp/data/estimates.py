@@ -1,7 +1,4 @@
-"""About how many tokens and windows the documents of a source give, from a sample of them.
-
-Letters: W windows.
-"""
+"""About how many tokens and windows the documents of a source give, from a sample. Letters: W windows."""
 
 import math
 import time

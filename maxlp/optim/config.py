@@ -10,7 +10,7 @@ import optax
 
 from maxlp import schema
 from maxlp.numerics.formats import FORMATS, STATES
-from maxlp.optim.schedules import SCHEDULES, has_decay, has_final
+from maxlp.optim.schedules import SCHEDULES, takes
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets
 from maxlp.schema import Count, CountOrZero, DecayRate, Fraction, NotNegative, OneOf, Positive, Range, Seed
 
@@ -244,8 +244,9 @@ class OptimizerConfig:
             object.__setattr__(self, "galore", None)
         if self.low_bit is not None and {self.low_bit.mu, self.low_bit.nu} == {"float32"}:
             object.__setattr__(self, "low_bit", None)
-        if not has_decay(self.schedule) and self.decay_fraction != OptimizerConfig.decay_fraction:
-            others = " or ".join(repr(name) for name in SCHEDULES if has_decay(name))
+        decaying = [name for name in SCHEDULES if takes(name, "decay_steps")]
+        if self.schedule not in decaying and self.decay_fraction != OptimizerConfig.decay_fraction:
+            others = " or ".join(map(repr, decaying))
             raise ValueError(
                 f"decay_fraction={self.decay_fraction} has no effect with schedule={self.schedule!r}; set "
                 f"schedule={others}, or leave it unset"
@@ -275,10 +276,10 @@ class OptimizerConfig:
     @property
     def unused(self) -> list[str]:
         """The keys that every config has, and that have no effect here, each with the reason."""
-        takes = inspect.signature(self.kind.scale_by).parameters
-        used = {*takes, "b1"} if self.kind.averages else {*takes}
+        parameters = inspect.signature(self.kind.scale_by).parameters
+        used = {*parameters, "b1"} if self.kind.averages else {*parameters}
         found = [f"{key} (name={self.name})" for key in ("b1", "b2", "eps") if key not in used]
-        if not has_final(self.schedule):
+        if not takes(self.schedule, "final"):
             found.append(f"final_lr_fraction (schedule={self.schedule})")
         return found
 

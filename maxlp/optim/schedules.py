@@ -45,14 +45,9 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
 }
 
 
-def has_decay(name: str) -> bool:
-    """Whether `decay_fraction` sets the length of this schedule's decay."""
-    return "decay_steps" in signature(SCHEDULES[name]).parameters
-
-
-def has_final(name: str) -> bool:
-    """Whether `final_lr_fraction` sets the last rate of this schedule."""
-    return "final" in signature(SCHEDULES[name]).parameters
+def takes(name: str, argument: str) -> bool:
+    """Whether a schedule has this argument: ``final``, or ``decay_steps``, which `decay_fraction` sets."""
+    return argument in signature(SCHEDULES[name]).parameters
 
 
 def fitting_warmup(warmup_steps: int, total_steps: int) -> int:
@@ -79,7 +74,7 @@ def make_schedule(
     """
     given, warmup_steps = warmup_steps, fitting_warmup(warmup_steps, total_steps)
     decay_steps = round(decay_fraction * total_steps)
-    if has_decay(name) and not 0 < decay_steps <= total_steps - warmup_steps:
+    if takes(name, "decay_steps") and not 0 < decay_steps <= total_steps - warmup_steps:
         shortened = f" (shortened to {warmup_steps})" if warmup_steps < given else ""
         raise ValueError(
             f"{decay_fraction=} is {decay_steps} steps of decay, which must be at least 1 and "

@@ -194,8 +194,7 @@ def _open(path: Path) -> tuple[int, bool | None]:
             if not path.exists():
                 raise
             raise ValueError(
-                f"{path} is the lock of a run of another user, to which this user may not write; if no run "
-                "uses this workdir any more, delete the file"
+                f"{path} is the lock of another user's run; if no run uses this workdir, delete the file"
             ) from None
         locked: bool | None = True
         try:

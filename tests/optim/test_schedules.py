@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from maxlp.optim.schedules import SCHEDULES, fitting_warmup, has_decay, make_schedule
+from maxlp.optim.schedules import SCHEDULES, fitting_warmup, make_schedule, takes
 
 BASE = dict(learning_rate=1.0, warmup_steps=3, total_steps=11, final_lr_fraction=0.1, decay_fraction=0.2)
 
@@ -41,7 +41,7 @@ def test_constant_stays():
 def test_whether_a_schedule_has_a_decay_follows_from_its_arguments(monkeypatch):
     """So `decay_fraction` sets and checks that of a new one too."""
     monkeypatch.setitem(SCHEDULES, "own", lambda peak, decay_steps: lambda step: peak * decay_steps)
-    assert [name for name in SCHEDULES if has_decay(name)] == ["wsd", "own"]
+    assert [name for name in SCHEDULES if takes(name, "decay_steps")] == ["wsd", "own"]
     assert values("own", decay_fraction=4 / 11)[5] == 4
     with pytest.raises(ValueError, match=r"^decay_fraction=0.9 is 10 steps"):
         values("own", decay_fraction=0.9)

@@ -108,7 +108,7 @@ def test_a_lock_of_another_user_that_cannot_be_written_to_is_named(tmp_path, mon
     with WorkdirLock(tmp_path) as lock, pytest.raises(PermissionError):
         lock.acquire()
     (tmp_path / "lock").write_text("")
-    message = r"lock is the lock of a run of another user, .* delete the file$"
+    message = r"lock is the lock of another user's run; if no run uses this workdir, delete the file$"
     with WorkdirLock(tmp_path) as lock, pytest.raises(ValueError, match=message):
         lock.acquire()
 
