@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.accelerator.results import Result
+from benchmarks.accelerator.results import TOLERANCE, Result
 from benchmarks.accelerator.tables import (
     attention_cases,
     attention_kernels,
@@ -32,10 +32,6 @@ from tests.run_outputs import checkpoint, records
 from tests.training_runs import SMALL
 
 ROOT = Path(__file__).parents[2]
-# Outputs and gradients are rounded to bfloat16, which changes a value by at most 2^-9 of it, and so are the
-# probabilities and the gradients of the logits that they are computed from; the norm of the error stays
-# below four times that.
-TOLERANCE = 2.0**-7
 
 # --- training -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.accelerator.results import DONE, is_of
+from benchmarks.accelerator.results import DONE, TOLERANCE, is_of
 
 Results = dict[str, dict[str, Any]]  # piece to the content of its file
 Row = dict[str, Any]
@@ -76,7 +76,7 @@ def largest_error(results: Results) -> float | None:
 
 TARGETS = [
     Target("resumed runs that differ", unequal_resumes, 0, device="", at_most=True, piece="smoke"),
-    Target("error against the CPU", largest_error, 2.0**-7, "{:.1e}", "", True, "kernels"),
+    Target("error against the CPU", largest_error, TOLERANCE, "{:.1e}", "", True, "kernels"),
     Target("8B FP8, tokens/s: TorchTitan", rate("8b_fp8"), 10_938),
     Target("8B FP8, tokens/s: stretch", rate("8b_fp8"), 14_400),
     Target("8B FP8 ÷ bfloat16", speed_up, 1.35, "{:.2f}"),

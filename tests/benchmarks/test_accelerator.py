@@ -394,6 +394,20 @@ def test_other_settings_are_searched_only_for_a_run_that_does_not_fit(tmp_path, 
     assert out.rows[0]["predicted"]["peak"] == 0.9e11 and memories[-1] == 0.85 * 0.9e11
 
 
+@pytest.mark.parametrize("error", [1e-3, 0.5, math.inf, math.nan])
+def test_a_llama_has_the_attention_of_cudnn_where_ours_fails(error, tmp_path):
+    from benchmarks.accelerator import training_runs
+
+    (tmp_path / "device.json").write_text(json.dumps(H200))
+    row = {"what": "attention", "kernel": "flash", "case": "causal", "error": error}
+    path(tmp_path, "kernels").write_text(json.dumps({"device": H200, "rows": [row | {"error": 0}, row]}))
+    found = {
+        name: read(training_runs.config_for_device(Result(name, tmp_path, 60))).model.attention
+        for name in ("8b_fp8", "clip_b16")
+    }
+    assert found == {"8b_fp8": "auto" if error == 1e-3 else "cudnn", "clip_b16": "auto"}
+
+
 def test_a_gpu_that_jax_does_not_find_is_no_cpu_run(monkeypatch):
     found = subprocess.CompletedProcess([], 0, json.dumps({"platform": "cpu"}))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: found)
