@@ -1,4 +1,4 @@
-r"""Imports weights of other libraries, and exports trained weights.
+r"""Imports weights from other libraries, and exports trained weights.
 
     python -m maxlp.convert import --input=/models/Llama-3.2-1B \
         --output=/data/llama_1b
@@ -20,8 +20,8 @@ open_clip open_clip_config.json,             open_clip.create_model(
 --quantize=int8 or fp8 exports the kernels in the blocks of a language model in
 8 bits, for vLLM and transformers (compressed-tensors), and the rest in
 bfloat16; an import reads such folders too. Such a model also rounds the inputs
-of its matmuls, in which outlier channels of the gated products (SwiGLU) cause
-large errors.
+of its matmuls; outlier channels of the gated products (SwiGLU) then cause large
+errors.
 --calibration_sequences=64 measures these products on 64 sequences of the run's
 validation data and scales the outliers down, with factors in the weights that
 change nothing without quantization (Smooth-SwiGLU).

@@ -257,7 +257,7 @@ def probe_data(s: Settings, tokenizer: str, classes: Sequence[str], mesh: Mesh) 
       classes: of the validation data.
 
     Raises:
-      ConfigError: labels have no meaning, or another one than in the validation data.
+      ConfigError: labels have no meaning, or a different one in the validation data.
     """
     source = s.data.validation_source or s.data.source
     if not classes:

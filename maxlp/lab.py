@@ -13,8 +13,8 @@
 attribute takes the state of a run before a step, and the batch of that step. It
 quantizes the operands of all matmuls one at a time, and then all but one at a
 time (`run.attribution`). It prints the operands with the largest effect on the
-gradients, and writes all of them as JSON and as a heat map. With --config, it
-takes the initial weights of that config.
+gradients, and writes the effects of all as JSON and as a heat map. With
+--config, it uses the initial weights of that config.
 
 predict ranks recipes by how much they change the gradients of a few batches,
 before training with them (`run.prediction`). choose picks matmuls of single
@@ -24,7 +24,7 @@ diff runs the programs of two runs, or of a run and its config changed by
 --other, on the same state and batches. It prints the first tensor that differs
 by more than rounding explains, and the source line that computes it
 (`run.difference`). To compare two versions of maxlp or JAX, or two machines,
-record steps on one with --record, and give them on the other with --against
+record steps with --record on one, and compare with --against on the other
 (`run.recorded_steps`).
 """
 

@@ -5,8 +5,8 @@ r"""Predicts the memory, traffic and time of a step on other machines.
 Compiles the train step of `maxlp.train` for a topology and prints its memory
 and time, beside an estimate from formulas (the "closed form"). --estimate_only
 prints the estimate alone. Compiling needs Linux and pip install 'maxlp[aot]',
-but no device. Then the fastest settings that fit are searched for, and printed
-as flags (--nosearch omits this). --list_topologies lists the known chips.
+but no device. Then it searches for the fastest settings that fit, and prints
+them as flags (--nosearch omits this). --list_topologies lists the known chips.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def check_files(files: dict[str, str | None], compiles: bool) -> None:
-    """Raises a ValueError, before the plan is made, for an output file that it could not be written to."""
+    """Raises a ValueError, before the plan is made, for an output file that cannot be written."""
     for name, path in files.items():
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name}={path}: the folder does not exist; create it first")
