@@ -17,10 +17,10 @@ difference to the undamaged run of the same method and seed, in nats per token:
 Criteria, written before the runs, against AdamW clipped by the global norm (`clip`):
 
 1. StableAdamW, AdaGC and Stable-SPAM: a lower peak after random tokens, with at least 4 of 5 seeds.
-2. AdaGC recovers from random tokens sooner than StableAdamW, in the mean of the seeds.
+2. AdaGC recovers from random tokens sooner than StableAdamW, on average over the seeds.
 3. None of the three costs more than 0.5 % of the validation loss without damage.
 4. `qk_norm` and `qk_clip`: a lower peak after ten times the rate, with at least 4 of 5 seeds.
-5. β2 0.9 recovers from random tokens sooner than 0.999 (`clip`), in the mean of the seeds, because it
+5. β2 0.9 recovers from random tokens sooner than 0.999 (`clip`), on average over the seeds, because it
    forgets them in fewer steps (Wortsman et al. 2023).
 6. As 1, after outliers in FP8.
 7. The guard `rollback`: a lower peak after random tokens with at least 4 of 5 seeds, for at most 0.5 % of

@@ -12,18 +12,18 @@ Criteria, written before any run:
 
 1. AdaGC trains faster than StableAdamW by 25 % (Wang et al. 2025, arXiv:2502.11034): undamaged, its
    training loss (mean of 21 steps) is at or below the last one of StableAdamW with the same seed after at
-   most 1 / 1.25 of the steps, in the mean of the seeds.
-2. AdaGC is no worse in the end: its share of wrong names, in the mean of the seeds, is at most that of
+   most 1 / 1.25 of the steps, on average over the seeds.
+2. AdaGC is no worse in the end: its share of wrong names, on average over the seeds, is at most that of
    StableAdamW.
 3. StableAdamW and AdaGC: a lower peak after images of noise than AdamW clipped by the global norm (`clip`),
    with at least 4 of 5 seeds; and after outliers in FP8. The same for Stable-SPAM; for the guard `skip`
    (`guard`), which is for bad batches, after images of noise.
-4. β2 0.9 recovers from images of noise in fewer steps than 0.999 (`clip`), in the mean of the seeds.
+4. β2 0.9 recovers from images of noise in fewer steps than 0.999 (`clip`), on average over the seeds.
 5. Stable-SPAM, both guards and β2 0.9 have no price without damage: a share of wrong names at most 1 point
-   above that of `clip`, in the mean of the seeds.
+   above that of `clip`, on average over the seeds.
 6. The guard `rollback`, as in `spike_suite.py`: a lower peak than `clip` after images of noise, with at
    least 4 of 5 seeds. Nothing is left of them in the end: a share of wrong names at most half a point above
-   that of its undamaged runs, in the mean of the seeds.
+   that of its undamaged runs, on average over the seeds.
 """
 
 import functools
