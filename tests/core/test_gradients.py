@@ -98,15 +98,16 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(microbatches, loss_scal
     batch = linear_batch()
     expected, g_BS = expected_gradient(batch)
     grads, model_state, metrics = of_linear(batch, microbatches, loss_scale)
+    # Means over 15 tokens in float32; the terms of a gradient cancel.
     np.testing.assert_allclose(grads["w"], expected, rtol=1e-5)
     errors = (batch["x"] @ W_D - batch["y"])[batch["mask"]]
-    np.testing.assert_allclose(metrics["loss"], np.mean(errors**2), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], np.mean(errors**2), rtol=1e-6)
     np.testing.assert_allclose(metrics["accuracy"], np.mean(np.abs(errors) < 0.5), rtol=1e-6)
     assert metrics["tokens"] == COUNTS_B.sum()
     # The state is the maximum over the microbatches; quantization sees the gradients with their scale.
     assert model_state["largest_input"] == np.abs(batch["x"]).max()
     scaled = np.abs(g_BS).max() * (loss_scale or 1.0)
-    np.testing.assert_allclose(model_state["largest_output_grad"], scaled, rtol=1e-5)
+    np.testing.assert_allclose(model_state["largest_output_grad"], scaled, rtol=1e-6)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
@@ -127,10 +128,10 @@ def test_the_norms_of_microbatches_are_those_of_gradients_whose_mean_is_the_batc
         rows = slice(i, None, microbatches)
         share = COUNTS_B[rows].sum() / COUNTS_B.sum()
         parts.append(microbatches * share * expected_gradient(batch, rows)[0])
-    np.testing.assert_allclose(np.mean(parts, axis=0), expected_gradient(batch)[0], rtol=1e-12)
+    np.testing.assert_allclose(np.mean(parts, axis=0), expected_gradient(batch)[0], rtol=1e-12)  # float64
     _, _, metrics = of_linear(batch, microbatches, loss_scale, measure_noise=True)
     norm = np.sqrt(np.mean(np.sum(np.square(parts), axis=1)))
-    np.testing.assert_allclose(metrics["microbatch_grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["microbatch_grad_norm"], norm, rtol=1e-6)  # float32
     assert "microbatch_grad_norm" not in of_linear(batch, microbatches, loss_scale)[2]
 
 
@@ -142,7 +143,7 @@ def test_a_batch_without_tokens_has_no_gradient():
 def test_gradients_with_a_loss_scale_are_unscaled_in_float32():
     grads = gradients.unscaled({"w": jnp.float16([6e-5, 1.0])}, jnp.float32(2.0**14))
     assert grads["w"].dtype == jnp.float32
-    np.testing.assert_allclose(grads["w"], np.float16([6e-5, 1.0]).astype(np.float32) / 2**14, rtol=1e-6)
+    np.testing.assert_array_equal(grads["w"], np.float16([6e-5, 1.0]).astype(np.float32) / 2**14)
 
 
 # --- microbatches ---------------------------------------------------------------------------------------
@@ -191,6 +192,7 @@ def test_chunks_microbatches_and_loss_scale_do_not_change_gradients():
     expected, expected_metrics = of_llama()
     grads, metrics = of_llama(microbatches=2, loss_scale=2.0**10, num_chunks=4)
     assert metrics.keys() == expected_metrics.keys()
+    # Sums in another order.
     for key in metrics:
         np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=1e-6)
     for ours, grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

@@ -122,7 +122,7 @@ def test_rounds_of_one_step_with_plain_descent_are_synchronous():
     assert np.abs(outer_params(want)["up"] - params["up"]).max() > 100 * ROUNDING
     for a, b in zip(before, after, strict=True):
         for name in ("loss", "accuracy", "tokens"):
-            np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)  # sums in another order
 
 
 def loop(params: dict, data: list[dict], replicas: int, steps: int, rate: float, momentum: float):
@@ -163,7 +163,7 @@ def test_steps_are_those_of_a_loop_over_the_replicas(sizes):
     for want, loss, one in zip(outer, losses, data, strict=True):
         state, [metrics] = trainer.run(state, [one])
         assert_close(outer_params(state), want)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)  # means in float32
         assert metrics["tokens"] == one["mask"].sum()
     assert_close(own_params(state), own)
     assert np.abs(outer[1]["up"] - params["up"]).max() > 100 * ROUNDING

@@ -64,7 +64,7 @@ def test_the_sum_and_the_errors_are_the_gradient_of_the_batch(sizes, loss, micro
     exact = change(params, state)
     state, [got] = ours.run(ours.init(params), [data])
     for name in ("loss", "accuracy", "tokens"):
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6, err_msg=name)  # sums in another order
     trees = (change(params, state), errors(state), exact)
     for sums, lost, g in zip(*map(jax.tree.leaves, trees), strict=True):
         scale = np.abs(g).max()
@@ -103,7 +103,7 @@ def test_what_is_clipped_is_the_sum():
     params = jax.device_get(trainer.init()["params"])
     state, [metrics] = trainer.run(trainer.init(params), batches(1))
     assert metrics["grad_norm"] > 1.0
-    np.testing.assert_allclose(optax.tree.norm(change(params, state)), 0.5, rtol=1e-5)
+    np.testing.assert_allclose(optax.tree.norm(change(params, state)), 0.5, rtol=1e-5)  # a norm in float32
 
 
 @pytest.mark.full

@@ -137,7 +137,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_documents(one_device):
         nll = log_z_S[:length] - logits_SV[np.arange(length), rows["targets"][i, where]]
         total += np.sum((nll + Z_LOSS * log_z_S[:length] ** 2) * mask)
         count += mask.sum()
-    np.testing.assert_allclose(metrics[0]["loss"], total / count, rtol=1e-5)
+    np.testing.assert_allclose(metrics[0]["loss"], total / count, rtol=1e-6)  # the logits are float32
 
 
 def test_the_program_does_not_grow_with_depth():
@@ -174,6 +174,7 @@ def test_metrics_describe_the_step():
     state = {"params": params, "model_state": {}, "opt_state": tx.init(params), "step": jnp.int32(1)}
     new, metrics = train_step(None, state, {}, gradients=gradients, tx=tx, optimizer_metrics=updates_of)
     assert new["step"] == 2 and metrics["updates"] == 1
+    # Sums of 257 squares in float32.
     np.testing.assert_allclose(metrics["grad_norm"], 257**0.5, rtol=1e-6)
     np.testing.assert_allclose(metrics["param_norm"], 3 * 257**0.5, rtol=1e-6)
     dtypes = {metrics[name].dtype for name in ("grad_norm", "param_norm")}

@@ -70,10 +70,12 @@ def test_a_scale_from_another_amax_leaves_the_margin_and_may_be_a_power_of_two(m
         q = quantize(x, to, "tensor", (1,), delayed_amax=given, margin=margin, power_of_two=power_of_two)
         exact = 0.7 * 2**margin / 448
         scale = 2.0 ** np.ceil(np.log2(exact)) if power_of_two else exact
+        # A scale is a quotient in float32.
         np.testing.assert_allclose(q.scale, [[scale]], rtol=0 if power_of_two else 1e-6)
         back = np.asarray(dequantize(q, jnp.float32))
         inside = np.abs(x) <= 448 * scale
         assert 0 < inside.mean() < 1
+        # Half a step of E4M3: 2^-4 of a number, and 2^-10 of the scale below its smallest normal number.
         np.testing.assert_allclose(back[inside], x[inside], rtol=2**-4, atol=scale * 2.0**-10)
         np.testing.assert_allclose(np.abs(back[~inside]), 448 * scale, rtol=1e-6)
 

@@ -78,7 +78,7 @@ def test_scales_of_nvfp4_against_numpy():
     """A tensor's float32 scale maps its maximum to 448 · 6; a block's is rounded to an E4M3 number."""
     amax = np.exp(np.random.default_rng(0).uniform(-9, 3, 1000)).astype(np.float32)
     scale, of_tensor = block_scales_for(amax, formats.FORMATS["float4_e2m1fn"], "e4m3")
-    np.testing.assert_allclose(of_tensor, amax.max() / (448 * 6), rtol=1e-6)
+    np.testing.assert_allclose(of_tensor, amax.max() / (448 * 6), rtol=1e-6)  # a quotient in float32
     exact = amax / (6 * np.float32(of_tensor))
     expected = np.maximum(exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32), 2.0**-9)
     np.testing.assert_allclose(scale, expected, rtol=2**-3)  # a tie may fall to either side

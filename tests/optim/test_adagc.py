@@ -47,7 +47,7 @@ def test_updates_equal_the_paper_s_for_each_tensor_of_each_layer():
     for ours, *of_steps in zip(*map(tensors_of, (got, *grads)), strict=True):
         want = -sum(adagc(map(np.float64, of_steps), global_norms))
         # Seven sums in float32, of entries up to 6.
-        np.testing.assert_allclose(ours, want, atol=1e-5)
+        np.testing.assert_allclose(ours, want, atol=2e-6)
 
 
 def test_a_spike_in_one_tensor_leaves_the_others_as_they_are():
@@ -57,6 +57,7 @@ def test_a_spike_in_one_tensor_leaves_the_others_as_they_are():
     tx = clip_by_own_norms(CONFIG, CLIP_NORM)
     *_, (clipped, _, _) = each_step(tx, quiet, [quiet] * WARMUP + [spike])
     np.testing.assert_array_equal(clipped["a"], quiet["a"])
+    # A norm of 8 numbers in float32.
     np.testing.assert_allclose(clipped["b"], RATIO * quiet["b"], rtol=1e-6)
 
 

@@ -80,6 +80,7 @@ def test_vectors_are_adamw_and_layers_of_a_stack_are_tensors_of_their_own():
     branches = set()
     for i in range(2):
         want, taken = reference(p[i].T.astype(np.float64), [g["layers"]["kernel"][i].T for g in grads])
+        # Three steps, and decay in each, round parameters of up to 4, by up to 1.2e-7.
         np.testing.assert_allclose(got["kernel"][i], want[-1].T, atol=2e-6)
         branches.add(taken[0])
         want, _ = reference(bias[i].astype(np.float64), [g["layers"]["bias"][i] for g in grads], decay=0.0)

@@ -9,6 +9,8 @@ import pytest
 from maxlp.optim.adascale import metrics_of, scale_by_adascale, update_arguments
 from tests.optim.common import make_optimizer
 
+ROUNDING = 1e-6  # variances are differences of float32 sums of 56 squares, which lose less than a digit
+
 
 def sample_statistics(grads):
     """The mean of n gradients, (n, …) each, and the keywords of the update."""
@@ -54,19 +56,19 @@ def test_twenty_steps_equal_the_algorithm(scale, samples):
     gains, rates = reference(grads, scale, lambda t: max(1 - t / 60, 0))
     tx = scale_by_adascale(schedule, scale=scale, samples=samples)
     got, updates, state = run(tx, grads)
-    np.testing.assert_allclose(got, gains, rtol=1e-5)
+    np.testing.assert_allclose(got, gains, rtol=ROUNDING)
     want = [-r * g.mean(0) for r, g in zip(rates, grads, strict=True)]
-    np.testing.assert_allclose(updates, want, rtol=2e-4, atol=1e-6)
-    assert float(state.tau) == pytest.approx(sum(gains), rel=1e-5)
+    np.testing.assert_allclose(updates, want, rtol=2 * ROUNDING, atol=1e-6)  # of means near 0 too
+    assert float(state.tau) == pytest.approx(sum(gains), rel=ROUNDING)
     assert sum(1 < g < scale for g in gains) > 15, "gains at the limits compare nothing"
 
 
 def test_equal_gradients_gain_1_and_pure_noise_gains_the_scale():
     tx = scale_by_adascale(optax.constant_schedule(0.1), scale=8.0, samples=8)
     ones = np.ones((8, 7))
-    assert run(tx, [ones] * 3)[0] == pytest.approx([1.0] * 3, rel=1e-4)
+    assert run(tx, [ones] * 3)[0] == pytest.approx([1.0] * 3, rel=ROUNDING)
     noise = np.concatenate([ones[:4], -ones[:4]])
-    assert run(tx, [noise] * 3)[0] == pytest.approx([8.0] * 3, rel=1e-4)
+    assert run(tx, [noise] * 3)[0] == pytest.approx([8.0] * 3, rel=ROUNDING)
 
 
 def test_independent_noise_gains_nearly_the_scale():
@@ -82,7 +84,7 @@ def test_the_gain_does_not_depend_on_the_unit_of_the_loss():
     tx = scale_by_adascale(optax.constant_schedule(0.1), scale=4.0, samples=4)
     grads = [np.random.default_rng(i).normal(size=(4, 7)) + 0.3 for i in range(3)]
     tiny = [1e-6 * g for g in grads]  # squares far below 1e-6, and above float32's smallest number
-    np.testing.assert_allclose(run(tx, tiny)[0], run(tx, grads)[0], rtol=1e-5)
+    np.testing.assert_allclose(run(tx, tiny)[0], run(tx, grads)[0], rtol=ROUNDING)
     assert run(tx, [np.zeros((4, 7))])[0] == [1.0]
 
 
@@ -92,7 +94,7 @@ def test_the_noise_scale_tells_the_gain(scale):
     tx = scale_by_adascale(optax.constant_schedule(0.1), scale=scale, samples=4)
     gains, _, state = run(tx, [np.random.default_rng(i).normal(size=(4, 7)) + 0.7 for i in range(20)])
     noise = float(metrics_of(state)["noise_scale"])
-    assert noise > 1 and gains[-1] == pytest.approx((noise + 1) / (noise / scale + 1), rel=1e-5)
+    assert noise > 1 and gains[-1] == pytest.approx((noise + 1) / (noise / scale + 1), rel=ROUNDING)
 
 
 def test_the_noise_scale_of_equal_gradients_and_of_nothing_but_noise():
@@ -100,9 +102,9 @@ def test_the_noise_scale_of_equal_gradients_and_of_nothing_but_noise():
     ones = np.ones((8, 7))
     signs = np.array([1, -1] * 4)[:, None]
     for grads, expected in ((0 * ones, 0.0), (ones, 0.0), (signs * ones, 1e6)):
-        assert float(metrics_of(run(tx, [grads])[2])["noise_scale"]) == pytest.approx(
-            expected, rel=1e-6, abs=1e-5
-        )
+        noise_scale = float(metrics_of(run(tx, [grads])[2])["noise_scale"])
+        # Between gradients that are equal, there is a difference of rounding.
+        assert noise_scale == pytest.approx(expected, rel=ROUNDING, abs=10 * ROUNDING)
 
 
 def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
@@ -119,11 +121,11 @@ def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
         mean, statistics = sample_statistics({"kernel": jnp.asarray(g, jnp.float32)})
         updates, state = tx.update(mean, state, params, **statistics)
         params = optax.apply_updates(params, updates)
-        assert float(metrics_of(state)["learning_rate"]) == pytest.approx(rate, rel=1e-5)
+        assert float(metrics_of(state)["learning_rate"]) == pytest.approx(rate, rel=ROUNDING)
         clipped = g.mean(0) * min(1, 0.5 / np.linalg.norm(g.mean(0)))
         momentum = 0.9 * momentum + clipped
         want -= rate * (momentum + 0.01 * want)
-    np.testing.assert_allclose(params["kernel"], want, rtol=1e-5)
+    np.testing.assert_allclose(params["kernel"], want, rtol=ROUNDING)
 
 
 def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does():
@@ -157,7 +159,7 @@ def test_tau_counts_gains_as_exactly_after_many_steps_as_at_first():
         _, state = tx.update(zeros, state, **statistics)
         total += float(state.gain)
         counted = int(state.whole_steps) - 2**24 + float(state.part_of_step)
-        assert counted == pytest.approx(total, rel=1e-6) and 0 <= state.part_of_step < 1
+        assert counted == pytest.approx(total, rel=ROUNDING) and 0 <= state.part_of_step < 1
 
 
 def test_impossible_arguments_are_refused():

@@ -58,7 +58,7 @@ def test_five_steps_equal_the_definition_for_each_layer(mini, growth):
         for layer in range(2):
             want = apollo([transposed(path, g[layer].astype(np.float64)) for g in seen], **expected)
             # Sums of up to 9 products in float32, through five steps.
-            np.testing.assert_allclose(transposed(path, ours[layer]), want, rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(transposed(path, ours[layer]), want, rtol=5e-6, atol=1e-6)
 
 
 def test_moments_are_small_and_a_mesh_changes_nothing():
@@ -68,7 +68,8 @@ def test_moments_are_small_and_a_mesh_changes_nothing():
     tx = scale_by_apollo(rank=8, update_proj_gap=2)
     params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 4)]
     got, state, _ = run_on_mesh(tx, sharding.make_mesh(fsdp=4, tensor=2), names, params, grads)
-    assert_trees_close(jax.device_get(got), jax.device_get(run(tx, params, grads)[0]), atol=3e-5)
+    # Three steps round parameters of up to 8; sums of 32 products are added in another order.
+    assert_trees_close(jax.device_get(got), jax.device_get(run(tx, params, grads)[0]), atol=3e-6)
     large = [x for x in jax.tree.leaves(state) if x.size > 2]
     assert [x.size for x in large] == [2 * 8 * 64] * 2
     assert all(x.addressable_shards[0].data.size * 8 == x.size for x in large)

@@ -17,6 +17,8 @@ from tests.optim.common import assert_trees_close, each_step, random_tree, run, 
 
 GOLDEN = Path(__file__).parent / "goldens" / "galore.npz"
 ADAM = optax.scale_by_adam(0.9, 0.95, 1e-8)
+# Of a singular vector in float32: a few 1e-7 over the gaps of the values, above 0.05 of the largest.
+VECTORS = 3e-5
 SHAPES = {
     "tok_embed": {"embedding": (16, 8)},
     "layers": {
@@ -66,7 +68,8 @@ def test_galore_torch_takes_the_same_steps_through_three_subspaces(side, proj_ty
     found = [after for _, after, _ in each_step(tx, params, grads)]
     for shape in shapes:
         want = golden[f"{shape}_{proj_type}"]
-        np.testing.assert_allclose([after[shape]["kernel"].T for after in found], want, atol=2e-5)
+        # Each of 24 steps rounds parameters of up to 4.
+        np.testing.assert_allclose([after[shape]["kernel"].T for after in found], want, atol=24 * 2.0**-23)
         assert np.abs(want[-1] - golden[f"{shape}_0"]).max() > 0.01, "it moves far beyond the tolerance"
 
 
@@ -97,13 +100,14 @@ def test_full_rank_is_adam_in_rotated_coordinates(side):
     rotated = [(u.T @ leaf(g)) if side == "short" else (leaf(g) @ u) for g in grads]
     steps, _ = run(sgd(ADAM), jnp.zeros_like(rotated[0]), rotated)
     want = leaf(random_tree(shapes, 9)) + (u @ steps if side == "short" else steps @ u.T)
-    np.testing.assert_allclose(leaf(got), want, atol=1e-5)
+    np.testing.assert_allclose(leaf(got), want, atol=2e-6)  # parameters of up to 4, rounded in six steps
 
 
 def test_parameters_that_are_not_targets_are_left_to_the_inner_transformation():
     params, grads = random_tree(SHAPES, 50), gradients(5)
     got, _ = run(sgd(galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2))), params, grads)
     want, _ = run(sgd(ADAM), params, grads)
+    # The same arithmetic, in two programs.
     assert_trees_close(got["tok_embed"], want["tok_embed"], rtol=1e-6)
     assert_trees_close(got["layers"]["attn_norm"], want["layers"]["attn_norm"], rtol=1e-6)
     ours, theirs = (tree["layers"]["mlp"]["up_proj"]["kernel"] for tree in (got, want))
@@ -124,15 +128,15 @@ def test_bases_are_orthonormal_and_have_fixed_signs():
     a = low_rank(24, 40, 5, 0.01)
     for name in BASES:
         u = basis_of(name, a, 5)
-        np.testing.assert_allclose(u.T @ u, np.eye(5), atol=2e-6)
+        np.testing.assert_allclose(u.T @ u, np.eye(5), atol=2e-6)  # sums of 24 products in float32
         assert (u[np.abs(u).argmax(axis=0), range(5)] > 0).all()
-        np.testing.assert_allclose(basis_of(name, -a, 5), u, atol=1e-4)
+        np.testing.assert_allclose(basis_of(name, -a, 5), u, atol=VECTORS)
 
 
 def test_randomized_basis_is_that_of_the_svd():
     """The same vectors where the spectrum has gaps, the same captured energy where it has none."""
     a = low_rank(24, 40, 6, 1e-3)
-    np.testing.assert_allclose(basis_of("svd", a, 5), basis_of("randomized", a, 5), atol=1e-3)
+    np.testing.assert_allclose(basis_of("svd", a, 5), basis_of("randomized", a, 5), atol=VECTORS)
     noise = np.asarray(low_rank(64, 80, 1, 1.0))
     svd, randomized = (np.sum((basis_of(name, noise, 16).T @ noise) ** 2) for name in ("svd", "randomized"))
     assert 0.97 * svd < randomized <= svd * 1.0001
@@ -143,7 +147,7 @@ def test_bases_do_not_depend_on_the_unit_of_the_gradient(name):
     """2^±80 is about 10^±24."""
     a = low_rank(24, 40, 6, 1e-3)
     for exponent in (-80, 80):
-        np.testing.assert_allclose(basis_of(name, a * 2.0**exponent, 5), basis_of(name, a, 5), atol=1e-4)
+        np.testing.assert_allclose(basis_of(name, a * 2.0**exponent, 5), basis_of(name, a, 5), atol=VECTORS)
 
 
 def test_refresh_happens_every_gap_and_only_then():
@@ -201,8 +205,9 @@ def test_moments_at_a_refresh(moments):
         mu, nu = r, r**2
     elif moments == "reproject":
         mu, nu = c @ mu, c**2 @ nu
-    np.testing.assert_allclose(leaf(after.inner.mu), 0.9 * mu + 0.1 * r, atol=1e-5)
-    np.testing.assert_allclose(leaf(after.inner.nu), 0.95 * nu + 0.05 * r**2, atol=1e-5)
+    # Numbers of up to 8, after a few roundings to float32.
+    np.testing.assert_allclose(leaf(after.inner.mu), 0.9 * mu + 0.1 * r, atol=2e-6)
+    np.testing.assert_allclose(leaf(after.inner.nu), 0.95 * nu + 0.05 * r**2, atol=2e-6)
 
 
 def test_a_non_finite_gradient_postpones_the_refresh():
@@ -227,7 +232,7 @@ def test_zeros_have_no_subspace():
     g = np.asarray(leaf(late[1]))[1]
     basis = np.asarray(second.projector)[1]
     u = np.linalg.svd(g)[0][:, :2]
-    np.testing.assert_allclose(np.abs(u.T @ basis), np.eye(2), atol=1e-4)
+    np.testing.assert_allclose(np.abs(u.T @ basis), np.eye(2), atol=VECTORS)
 
 
 def test_lazy_layers_stretch_their_gap():
@@ -298,6 +303,7 @@ def compared_on_mesh(tx, mesh, steps):
 
 
 def assert_same_run(got, want):
+    """Up to sums in another order: bases are off by `VECTORS`, moments by that of gradients of up to 5."""
     assert_trees_close(jax.device_get(got[0]), jax.device_get(want[0]), atol=3e-5)
     mu, want_mu = (jax.device_get(optax.tree.get(run[1], "mu")) for run in (got, want))
     assert_trees_close(mu, want_mu, atol=2e-4)

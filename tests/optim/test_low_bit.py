@@ -99,7 +99,9 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
     _, state = run(low_bit(adam, LowBitConfig(mu="float32", nu="bfloat16")), params, grads)
     _, exact = run(adam, params, grads)
     want = float(exact.nu["kernel"][0, 0])
-    assert float(state.inner.nu["kernel"].codes.astype(jnp.float32).mean()) == pytest.approx(want, rel=0.01)
+    # 320 roundings give each of 4,096 numbers a standard deviation of up to 5 %: 5 σ of 0.05 / 64.
+    mean = float(state.inner.nu["kernel"].codes.astype(jnp.float32).mean())
+    assert mean == pytest.approx(want, rel=0.004)
     nearest = jnp.bfloat16(0.0)
     for g in grads:
         nearest = (0.999 * nearest.astype(jnp.float32) + 0.001 * g["kernel"][0, 0] ** 2).astype(

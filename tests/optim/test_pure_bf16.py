@@ -86,6 +86,7 @@ def test_stochastic_rounding_takes_a_neighbour_with_probability_proportional_to_
         new = optax.apply_updates(p, jax.jit(tx.update)(u, tx.init(p), p)[0])
         assert new.dtype == jnp.bfloat16 and set(np.unique(np.asarray(new, np.float64))) <= {1.0, 1 + 2**-7}
         ups = float(jnp.mean(new > 1))
+        # Four standard deviations of the share.
         assert ups == pytest.approx(fraction, abs=4 * np.sqrt(fraction * (1 - fraction) / p.size))
     new = optax.apply_updates(p, tx.update(jnp.full(p.shape, jnp.nan), tx.init(p), p)[0])
     assert bool(jnp.all(jnp.isnan(new)))

@@ -12,6 +12,7 @@ SHAPES = {
     "layers": {"attn": {"q_proj": {"kernel": (3, 8, 8)}}, "attn_norm": {"scale": (3, 8)}},
 }
 EVERY = {"tok_embed/embedding", "layers/attn/q_proj/kernel", "layers/attn_norm/scale"}
+ROUNDING = 1e-6  # of means of up to 192 squares in float32, in two programs
 CLIPPED = dict(clip_norm=1.0, weight_decay=0.1)
 
 
@@ -41,7 +42,7 @@ def test_rms_of_adamw_is_what_stable_adamw_measures(clip_norm):
     want = measured(clip_norm=clip_norm, name="stable_adamw", options={"clip_threshold": float("inf")})
     assert got.keys() == want.keys() == EVERY
     for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+        np.testing.assert_allclose(got[name], want[name], rtol=ROUNDING)
     assert got["layers/attn/q_proj/kernel"].argmax() == 2, "the layer with the burst"
 
 
@@ -52,7 +53,7 @@ def test_optimizers_with_another_state_of_the_second_moment():
         got = measured(name=name)
         assert got.keys() == EVERY
         for tensor in want:
-            np.testing.assert_allclose(got[tensor], want[tensor], rtol=1e-6)
+            np.testing.assert_allclose(got[tensor], want[tensor], rtol=ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_rms_is_finite_with_an_eps_whose_square_underflows(name):
     grads["tok_embed"]["embedding"] = grads["tok_embed"]["embedding"].at[:4].set(0.0)
     [(updates, _, state)] = each_step(optimizer.tx, params, [grads])
     rms = optimizer.rms(grads, state)["tok_embed/embedding"]
-    np.testing.assert_allclose(rms, 0.75**0.5, rtol=1e-5)
+    np.testing.assert_allclose(rms, 0.75**0.5, rtol=ROUNDING)
     assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
 
 
@@ -91,4 +92,4 @@ def test_rms_does_not_depend_on_the_size_of_the_gradients(name):
     """Those of a large model are about 1e-5; eps² is far below their squares, eps is not."""
     got, want = (measured(size, name=name, clip_norm=0.0) for size in (1e-5, 1.0))
     for tensor in want:
-        np.testing.assert_allclose(got[tensor], want[tensor], rtol=1e-4)  # of float32 sums of squares
+        np.testing.assert_allclose(got[tensor], want[tensor], rtol=ROUNDING)

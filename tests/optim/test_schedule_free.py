@@ -29,7 +29,8 @@ def test_evaluation_uses_the_weighted_average_of_the_iterates():
     iterates, (_, trained, state) = [after.z["kernel"] for *_, after in found], found[-1]
     rates = np.maximum.accumulate([optimizer.schedule(i) for i in range(4)]) ** 2
     want = sum(w * z for w, z in zip(rates / rates.sum(), iterates, strict=True))
-    np.testing.assert_allclose(optim.eval_params(state, trained)["kernel"], want, rtol=1e-5)
+    # Four steps in float32.
+    np.testing.assert_allclose(optim.eval_params(state, trained)["kernel"], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [0, 1, 2])
@@ -63,4 +64,5 @@ def test_the_rescaling_is_adams_without_a_first_moment():
     for t, g in enumerate(np.random.default_rng(0).normal(size=(3, 4)), 1):
         updates, state = tx.update({"w": jnp.asarray(g, jnp.float32)}, state)
         v = b2 * v + (1 - b2) * g**2
-        np.testing.assert_allclose(updates["w"], g / (np.sqrt(v / (1 - b2**t)) + eps), rtol=1e-5)
+        # A few roundings to float32.
+        np.testing.assert_allclose(updates["w"], g / (np.sqrt(v / (1 - b2**t)) + eps), rtol=1e-6)

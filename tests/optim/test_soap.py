@@ -17,6 +17,9 @@ from maxlp.parallel.opt_state import opt_state_shardings
 from tests.optim.common import assert_trees_close, each_step, random_tree, run, run_on_mesh
 
 B1, B2, EPS, GAP = 0.8, 0.9, 0.3, 2
+# Of a step: float32 eigenvectors are off by 1e-7 over their relative gaps, which are above 1e-2 here; EPS
+# keeps the division of small numbers from amplifying that.
+OF_STEP = 4e-5
 SHAPES = {
     "layers": {"attn": {"q_proj": {"kernel": (2, 6, 6)}}, "mlp": {"up_proj": {"kernel": (2, 5, 9)}}},
     "lm_head": {"kernel": (8, 16)},
@@ -58,15 +61,13 @@ def test_six_steps_equal_the_definition_for_each_layer(one_sided):
                 for trees in (grads[: t + 1], [updates])
             )
             for layer in range(2):
-                # Float32 eigenvectors are off by 1e-7 over their relative gaps, which are above 1e-2 here;
-                # EPS keeps the division of small numbers from amplifying that.
-                np.testing.assert_allclose(ours[0, layer], soap(seen[:, layer], sides)[-1], atol=1e-4)
+                np.testing.assert_allclose(ours[0, layer], soap(seen[:, layer], sides)[-1], atol=OF_STEP)
 
 
 def test_parameters_that_are_no_targets_have_adam():
     params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in (1, 2)]
     got, want = (run(tx(B1, B2, 1e-8), params, grads)[0] for tx in (scale_by_soap, scale_by_muon))
-    assert_trees_close(got["lm_head"], want["lm_head"], rtol=1e-6)
+    assert_trees_close(got["lm_head"], want["lm_head"], rtol=1e-6)  # the same Adam, in another program
 
 
 def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
@@ -77,6 +78,7 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
     assert {x.dtype for x in jax.tree.leaves(soap.mu)} == {jnp.dtype(jnp.bfloat16)}
     for side, size in ((soap.whole.state.left, 5), (soap.whole.state.right, 9)):
         for basis in np.asarray(side["layers"]["mlp"]["up_proj"]["kernel"].basis):
+            # sums of up to 9 products in float32
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
 
 
@@ -100,7 +102,7 @@ def test_a_mesh_changes_nothing_with_both_sides(layers):
     params, grads = random_tree(shapes, 0), [random_tree(shapes, seed) for seed in range(1, 6)]
     want, _ = run(tx, params, grads)
     got, state, step = run_on_mesh(tx, sharding.make_mesh(fsdp=4, tensor=2), axes, params, grads)
-    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # five steps
+    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5 * OF_STEP)
     [(_, soap)] = find_states(state, SoapState)
     large = [x for x in jax.tree.leaves(soap) if x.size >= 64]
     assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
@@ -119,7 +121,7 @@ def test_in_replicas_of_their_own_devices_share_layers_and_columns():
     update = jax.shard_map(tx.update, in_specs=whole, out_specs=whole, axis_names={"data"}, check_vma=False)
     apart = optax.GradientTransformation(tx.init, update)
     got, *_ = run_on_mesh(apart, sharding.make_mesh(data=2, fsdp=2, tensor=2), axes, params, grads)
-    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=5e-4)  # as above
+    assert_trees_close(jax.device_get(got), jax.device_get(want), atol=3 * OF_STEP)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])

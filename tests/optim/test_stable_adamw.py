@@ -55,6 +55,7 @@ def trajectory(tx, params, grads_of_step):
     return [params for _, params, _ in found], [optax.tree.get(state, "rms") for *_, state in found]
 
 
+# Forty steps round parameters of up to 4, and RMS somewhat more often.
 @pytest.mark.parametrize(
     ("dtype", "atol", "decay_with_clip", "threshold", "decay_rate"),
     [
@@ -82,7 +83,7 @@ def test_forty_steps_with_a_burst_equal_algorithm_2(dtype, atol, decay_with_clip
             decay_rate=decay_rate,
         )
         np.testing.assert_allclose([p[key] for p in out], expected, atol=atol)
-        np.testing.assert_allclose([r[key] for r in rms], expected_rms, rtol=1e-4 if atol > 1e-9 else 1e-9)
+        np.testing.assert_allclose([r[key] for r in rms], expected_rms, rtol=4 * atol)
         assert out[0][key].dtype == dtype
         clipped += np.sum(np.array(expected_rms) > threshold)
         assert max(expected_rms) > (3 if decay_rate is None else 1.5), "the burst is visible"
@@ -91,7 +92,7 @@ def test_forty_steps_with_a_burst_equal_algorithm_2(dtype, atol, decay_with_clip
 
 def test_optimi_takes_the_same_forty_steps():
     golden = np.load(GOLDEN)
-    for name, rtol in (("float64", 1e-9), ("float32", 3e-5)):
+    for name, rtol in (("float64", 1e-12), ("float32", 5e-6)):  # both libraries round each step
         with jax.enable_x64(name == "float64"):
             tx = make_optimizer(**MAKE | {"weight_decay": 0.0}).tx
             decayed = make_optimizer(**MAKE).tx
@@ -155,6 +156,7 @@ def test_each_layer_of_a_stack_has_its_own_rms_and_steps_like_a_single_tensor():
     for i in range(3):
         single = {"kernel": stacked["layers"]["attn"]["kernel"][i]}
         want, want_rms = trajectory(tx, single, [{"kernel": g[i]} for g in grads])
+        # Means over a part of a stack may be added in another order.
         np.testing.assert_allclose(
             out[-1]["layers"]["attn"]["kernel"][i], want[-1]["kernel"], rtol=1e-6, atol=1e-7
         )
@@ -202,6 +204,7 @@ def test_gradients_of_real_size_are_clipped():
         initial()["kernel"], [g["kernel"].astype(np.float64) for g in small], decay=DECAY
     )
     assert max(expected_rms) > 3, "the burst is as visible as that of larger gradients"
-    np.testing.assert_allclose([r["kernel"] for r in rms], expected_rms, rtol=1e-4)
+    # As of larger gradients, above.
+    np.testing.assert_allclose([r["kernel"] for r in rms], expected_rms, rtol=8e-6)
     # 40 steps of float32: each adds a rounding error of at most 2^-24 of parameters up to 4.
     np.testing.assert_allclose([p["kernel"] for p in out], expected, atol=1e-5)

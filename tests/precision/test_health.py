@@ -116,6 +116,7 @@ def test_shares_equal_those_counted_with_numpy(name, tensor, dtype, axes):
     saturated, underflow = counted(x, scale, dtype)
     ours = statistics(recipe, tensor, x, history)
     expected = [np.abs(np.asarray(x, np.float32)).max(), scale.max(), age, saturated, underflow]
+    # The counts are exact; the scales are quotients in float32.
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     assert underflow > 0.01 and (saturated > 0.01) == (name == "fp8_delayed")
 
@@ -215,6 +216,7 @@ def test_alignment_equals_numpy_and_finds_the_aligned_channel():
         norms = np.linalg.norm(gate[layer], axis=0) * np.linalg.norm(up[layer], axis=0)
         for i, channel in enumerate(order, 1):
             assert ours[f"channel_{i}"][layer] == channel
+            # Sums over 64 tokens in float32.
             assert ours[f"corr_{i}"][layer] == pytest.approx(corr[channel], abs=1e-5)
             assert ours[f"norm_{i}"][layer] == pytest.approx(np.sort(norms)[-i], rel=1e-5)
         assert ours["norm_median"][layer] == pytest.approx(np.median(norms), rel=1e-5)
@@ -234,4 +236,4 @@ def test_the_models_kernels_are_measured(llama):
     gate, up = (state["params"]["layers"]["mlp"][f"{p}_proj"]["kernel"][0] for p in ("gate", "up"))
     channel = int(flat["health/layers/mlp/0/swiglu/channel_1"])
     expected = np.corrcoef(gate[:, channel], up[:, channel])[0, 1]
-    assert flat["health/layers/mlp/0/swiglu/corr_1"] == pytest.approx(expected, abs=1e-5)
+    assert flat["health/layers/mlp/0/swiglu/corr_1"] == pytest.approx(expected, abs=1e-5)  # sums in float32

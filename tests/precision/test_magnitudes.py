@@ -119,6 +119,7 @@ def test_both_towers_of_a_clip_are_measured():
     loss(other, batch, 3)
     assert found.keys() == towers.keys()
     for name, tower in towers.items():
+        # The same sums, in other programs.
         np.testing.assert_allclose(found[name], tower.encoder.sizes, rtol=1e-5)
 
 
@@ -130,7 +131,7 @@ def test_blocks_at_the_ends_stay_unquantized():
     state = trainer.init()
     found = list(measured(trainer, state).values())
     expected = list(measured(plain, plain.init(state["params"])).values())
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # float32, in two programs
     assert abs(found[1] / expected[1] - 1) > 1e-4
 
 
@@ -145,4 +146,4 @@ def test_frozen_kernels_are_those_of_each_layer():
     state = trainer.init()
     found = measured(trainer, state)
     expected = sizes_in_float64(state["model_state"], text()["tokens"])
-    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5)
+    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5)  # sums as in the first test

@@ -82,6 +82,7 @@ def test_tokens_of_zeros_are_never_needed():
     x, g = arrays(1.0)
     x[5:] = 0
     rows, index = sampling.sample_sequence(jnp.asarray(x), 10, jax.random.key(0))
+    # Ten products are added in another order in float32.
     np.testing.assert_allclose(rows.T @ g[index], x.T @ g, rtol=0, atol=2.0**-20 * np.abs(x).sum())
     rows, index = sampling.sample_sequence(jnp.zeros((32, 16)), 10, jax.random.key(0))
     assert not np.any(rows) and np.all((index >= 0) & (index < 32))
@@ -160,7 +161,7 @@ def expected_step():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_sample_is_the_same_in_every_layout(layout, expected_step):
-    """Sums of 64 weighted tokens differ by rounding; those of another sample by as much as themselves."""
+    """Sums of 64 weighted tokens differ by rounding, those of another sample by as much as themselves."""
     for ours, theirs in zip(*map(jax.tree.leaves, (exact_step(*layout), expected_step)), strict=True):
         assert np.any(theirs)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2.0**-18 * np.abs(theirs).max())

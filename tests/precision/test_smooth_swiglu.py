@@ -144,4 +144,5 @@ def test_float16_holds_the_factors_of_its_largest_and_smallest_numbers(form):
     kernel = jnp.full((8, 4), 2.0**-8, jnp.float16).at[3].set(2.0**-16)
     dot = QuantDot(dataclasses.replace(Recipe("unquantized"), smooth=form))
     exact = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)
+    # A few roundings to float16, by up to 2^-11 each.
     np.testing.assert_allclose(dot(h, kernel, DIMS), exact, rtol=2.0**-9)

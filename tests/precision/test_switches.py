@@ -177,6 +177,7 @@ def test_the_error_is_relative_to_the_product_in_high_precision():
     numbers = (((2,), (0,)), ((), ()))
     y, y0 = dot(x, kernel, numbers), layers.dot_general(x, kernel, numbers, preferred_element_type=None)
     error = float(dot.forward_statistics[0, switches.STATISTICS.index("error")])
+    # Norms, summed in float32.
     assert error == pytest.approx(float(jnp.linalg.norm(y - y0) / jnp.linalg.norm(y0)), rel=1e-5)
 
 

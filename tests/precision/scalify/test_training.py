@@ -133,6 +133,7 @@ def test_gradients_of_a_clip_are_those_without_scales(kind):
         with jax.set_mesh(make_mesh()):
             return jax.jit(lambda s, b: gradients(graphdef, s, b, None)[0])(state, make_batch(8))
 
+    # Sums in another order, in logits that are multiplied by 14.
     assert distance(run(scaled_gradients(gradients)), run(gradients)) < 1e-5
 
 
