@@ -191,6 +191,7 @@ def test_open_clip_to_hugging_face_in_bfloat16_for_larger_images(clip, tmp_path)
     with np.load(GOLDENS / "clip_open_clip.npz") as golden:
         positions = found["vision_model.embeddings.position_embedding.weight"]
         resized = golden["resized"]
+        # In bfloat16, which rounds by up to 2^-9, instead of float32.
         np.testing.assert_allclose(positions.astype(np.float32), resized, rtol=2**-8, atol=1e-6)
     joint = tensors["transformer.resblocks.1.attn.in_proj_weight"]
     np.testing.assert_array_equal(
@@ -275,6 +276,7 @@ def test_an_imported_llama_computes_the_golden_logits(llama):
     make_tokenizer(saved_tokenizer(run_dir.load_config(run).data.tokenizer, run))
     with np.load(GOLDENS / "llama_3_1.npz") as golden:
         logits = jax.jit(lambda model, tokens: model(tokens))(imported_model(run), golden["tokens"])
+        # As in `families/decoders.py`.
         np.testing.assert_allclose(logits, golden["logits"], atol=3e-5, rtol=0)
 
 
@@ -282,6 +284,7 @@ def test_an_imported_clip_computes_the_golden_features(clip):
     with np.load(GOLDENS / "clip_open_clip.npz") as golden:
         encode = jax.jit(lambda model, text: model.encode_text(text))
         features_BE = encode(imported_model(clip[1]), golden["text"])
+        # As in `families/clip/test_weights.py`.
         np.testing.assert_allclose(features_BE, golden["text_features"], atol=3e-6, rtol=0)
 
 

@@ -62,7 +62,8 @@ def test_equals_optax_with_gradients(problem, num_chunks, z_loss):
         f(p["w"], p["x"]) for f in (ours, jax.value_and_grad(reference, (0, 1)))
     )
     np.testing.assert_allclose(loss, want, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, want_grads)
+    # Float32 sums in another order, whose terms may cancel.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6), grads, want_grads)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 8])
@@ -83,6 +84,7 @@ def test_chunks_in_float16_have_the_range_of_the_whole(num_chunks):
         return total(p, w_DV, x_BSD, num_chunks, 0.0)[0] / (B * S) * loss_scale
 
     expected, actual = (jax.jit(jax.grad(f, (0, 1)))(w_DV, x_BSD) for f in (whole, chunked))
+    # The factor and the gradient are rounded to float16, by up to 2^-11 each.
     assert np.float32(expected[0][0, 0]) == pytest.approx(-240 * loss_scale * (1 - 1 / V), rel=2.0**-10)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -96,6 +98,7 @@ def test_chunks_in_bfloat16_add_their_gradients_in_float32(num_chunks):
     mask[:, : S // 8] = mask[0, :: S // 8] = True
     p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.asarray(mask)}
     grad = jax.jit(jax.grad(lambda w: total(p, w, x_BSD, num_chunks, 0.0)[0]))(w_DV)
+    # Rounded once to bfloat16, whose step is 2 between 256 and 512.
     np.testing.assert_allclose(np.float32(grad[:, 0]), -mask.sum() * (1 - 1 / V), atol=1.01)
 
 
@@ -108,7 +111,7 @@ def test_counts(problem):
         assert sums["tokens"] == p["mask"].sum()
         assert sums["correct"] == hits.sum() > 5
         nll = optax.softmax_cross_entropy_with_integer_labels(p["x"] @ p["w"], p["targets"])
-        np.testing.assert_allclose(sums["nll"], np.sum(nll * p["mask"]), rtol=1e-6)
+        np.testing.assert_allclose(sums["nll"], np.sum(nll * p["mask"]), rtol=1e-6)  # sums of float32
 
 
 def test_chunks_never_hold_all_logits():
@@ -183,6 +186,7 @@ def test_chunks_send_the_weights_once_and_their_gradient_once(num_chunks):
         args = tuple(map(jax.device_put, args, places))
         compiled = step.lower(*args).compile()
         got = compiled(*args)
+    # Sums over the vocabulary and over tokens are split over devices; terms of gradients cancel.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, expected)
     of_device = D * V * 4 // 2  # the vocabulary stays split over tensor
     found = hlo.collectives(compiled.as_text(), dict(mesh.shape))

@@ -27,7 +27,7 @@ def test_outliers_multiply_zeros(outliers, kind):
         np.testing.assert_array_equal(w[~is_large.any(axis=0)], plain_w[~is_large.any(axis=0)])
     else:
         product = np.where(is_large, 0, x).T @ np.where(np.abs(g) > 100, 0, g)
-        np.testing.assert_allclose(x.T @ g, product, rtol=1e-12)
+        np.testing.assert_allclose(x.T @ g, product, rtol=1e-12)  # float64
     whole_x, whole_w, whole_g = outliers.make_data(kind, 1e4, 0, whole=True)
     assert whole_w.all() and whole_x.all() and whole_g.all()
 

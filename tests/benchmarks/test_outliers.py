@@ -29,6 +29,7 @@ def test_the_largest_input_of_the_down_projection(outliers):
     rng = np.random.default_rng(0)
     x, gate, up = (rng.standard_normal(shape) for shape in ((1, 5, 4), (4, 8), (4, 8)))
     expected = np.abs(x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)).max()
+    # Products in float32.
     assert outliers.hidden_amax({"gate_proj": gate, "up_proj": up}, x) == pytest.approx(expected, rel=1e-5)
     assert outliers.hidden_amax({"up_proj": up}, 100 * x) == pytest.approx((100 * x @ up).max(), rel=1e-5)
 

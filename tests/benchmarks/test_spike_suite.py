@@ -103,7 +103,7 @@ def test_a_rollback_that_leaves_nothing_only_lags(suite):
         damaged[stretch.start + 1 : begin] = None
         damaged[begin:] = undamaged[begin - i * suite.SKIP : len(undamaged) - i * suite.SKIP]
     run = {"": {"loss": list(undamaged)}, "tokens": {"loss": list(damaged)}}
-    assert suite.difference_by_updates(run, "tokens") == pytest.approx(0, abs=1e-12)
+    assert suite.difference_by_updates(run, "tokens") == pytest.approx(0, abs=1e-12)  # float64
     np.testing.assert_allclose(suite.peaks(run, "tokens"), [0.2, 0.4, 0.6, 0.8])
 
 

@@ -308,7 +308,8 @@ def test_mixture_shares_are_of_windows_and_windows_are_not_mixed(packing, monkey
     largest = origin.max(axis=1, keepdims=True)
     assert ((origin == largest) | (origin == 0)).all()
     seen = np.bincount(largest.ravel(), minlength=4)[1:] / np.count_nonzero(largest)
-    np.testing.assert_allclose(seen, [0.5, 0.3, 0.2], atol=0.02)
+    # Two windows more or less, of 500.
+    np.testing.assert_allclose(seen, [0.5, 0.3, 0.2], atol=2 / 500)
 
 
 def test_a_source_that_fails_is_reported_by_next():

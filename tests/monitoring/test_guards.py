@@ -232,5 +232,6 @@ def test_the_state_of_the_guard_holds_every_finite_step():
         expected += [loss] if math.isfinite(loss) else []
         assert state["seen"] == len(expected)
         assert bool(accepted) == (loss not in (50.0,) and math.isfinite(loss))
+    # The state holds them in float32.
     np.testing.assert_allclose(sorted(state["values"][0]), sorted(expected[-4:]), rtol=1e-6)
     np.testing.assert_allclose(state["values"][1], 2 * state["values"][0])

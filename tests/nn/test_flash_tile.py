@@ -43,8 +43,10 @@ def two_steps(kernels, arrays, wrapped, causal, packed):
 @pytest.mark.parametrize(
     ("causal", "packed", "wrapped", "dtype", "atol"),
     [
-        (True, True, 1, "bfloat16", 2e-2),  # the ring below does the same in float32
-        (False, False, 1, "float32", 1e-5),
+        # A probability that differs in its last bit may round to another bfloat16, 2^-8 away, and is
+        # multiplied by a value of up to 4. The ring below does the same in float32.
+        (True, True, 1, "bfloat16", 2e-2),
+        (False, False, 1, "float32", 1e-5),  # sums in another order
     ],
 )
 def test_two_steps_equal_those_of_plain_tiles(causal, packed, wrapped, dtype, atol, interpreted):
@@ -77,7 +79,7 @@ def test_a_ring_of_four_equals_dense_attention(interpreted, monkeypatch):
     args = inputs(2, 1024, 4, 2, 16)
     with jax.set_mesh(sharding.make_mesh(fsdp=2, context=4)):
         actual = out_and_grads(in_natural_order(ring.ring), *args)
-    assert_close(actual, out_and_grads(dense, *args), atol=1e-5)
+    assert_close(actual, out_and_grads(dense, *args))
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_output_and_gradients_equal_dense_attention(name, causal, packed, monkey
     args = (*arrays, ids if packed else None, causal)
     with on_mesh(name) if name else jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
         actual = out_and_grads(in_natural_order(ring.ring), *args)
-    assert_close(actual, out_and_grads(dense, *args), atol=1e-5)
+    assert_close(actual, out_and_grads(dense, *args))
 
 
 def test_replicas_that_compute_their_own_gradients_attend_to_their_own_rows():
@@ -129,7 +129,7 @@ def test_replicas_that_compute_their_own_gradients_attend_to_their_own_rows():
             check_vma=False,
         )
         actual = jax.jit(of_replica)(*args, ids)
-    assert_close(actual, out_and_grads(dense, *args, ids), atol=1e-5)
+    assert_close(actual, out_and_grads(dense, *args, ids))
 
 
 def test_products_of_bfloat16_tiles_are_summed_in_float32():
@@ -193,6 +193,7 @@ def test_a_step_equals_dense_attention_on_one_device(mesh, how):
     params, expected, expected_metrics = one_device_step(L, B, S)
     trainer = Trainer(make_mesh(**mesh), **dict(num_layers=L, attention="ring", remat="block") | how)
     state, [metrics] = trainer.run(trainer.init(params), batches(1, B, S))
+    # Float32 sums in another order.
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], expected_metrics["grad_norm"], rtol=1e-5)
     jax.tree.map(

@@ -65,6 +65,7 @@ def test_a_step_equals_one_device_and_sends_activations_only(case):
     params, expected, expected_metrics = one_device_step(L, B, S)
     trainer = pipelined(mesh, schedule, **how)
     state, [metrics] = trainer.run(trainer.init(params), batches(1, B, S))
+    # Float32 sums in another order.
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6),
@@ -179,6 +180,7 @@ def test_delayed_scaling_equals_that_of_microbatches_to_the_bit(mesh, rounds):
         actual = jax.device_get(actual)
         assert actual[0] == expected[0]
         jax.tree.map(np.testing.assert_array_equal, actual[2:], jax.device_get(expected[2:]))
+        # Gradients of parameters are float32 sums in another order.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual[1], expected[1])
     histories = [leaf for leaf in jax.tree.leaves(actual[2:]) if leaf.ndim == 2]
     assert len(histories) == 2 * 3 and all(np.all(history > 0) for history in histories)
@@ -229,7 +231,7 @@ def test_idle_stages_do_not_change_the_state():
     with jax.set_mesh(make_mesh(stage=4)):
         y_BSD, largest = run(x_BSD)
     np.testing.assert_array_equal(y_BSD, x_BSD + 4)
-    np.testing.assert_allclose(largest[:, 0], 1 / np.arange(2.0, 6.0), rtol=1e-6)
+    np.testing.assert_allclose(largest[:, 0], 1 / np.arange(2.0, 6.0), rtol=1e-6)  # a quotient in float32
 
 
 class Steep(stack.Block):

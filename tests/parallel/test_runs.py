@@ -42,6 +42,7 @@ def test_a_run_continues_with_other_stages(tmp_path):
     finish(start(tmp_path / "moved", *one_device, "--config.train.total_steps=3"))
     finish(start(tmp_path / "moved", *stages, "--config.train.total_steps=6", devices=4))
     finish(start(tmp_path / "moved", *one_device, "--config.train.total_steps=9"))
+    # An amax may differ in its last bit, and then values round to their other neighbours in E4M3.
     assert_same_losses(tmp_path / "moved", tmp_path / "whole", 9, rtol=2e-4)
 
 
@@ -53,4 +54,5 @@ def test_processes_that_share_their_rows_train_like_one(tmp_path):
     for process in group:
         finish(process)
     finish(start(tmp_path / "one", steps))
+    # Float32 sums in another order; where gradients are nearly zero, they turn Adam's steps.
     assert_same_losses(tmp_path / "two", tmp_path / "one", 4, rtol=1e-4)

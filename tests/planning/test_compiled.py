@@ -57,14 +57,15 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     assert done.memory.outputs < 1e-3 * done.memory.arguments
     state = state_shapes(s, machine)
     flops = sum(COST.work(s, machine, state).flops.values())
-    assert flops == pytest.approx(hlo_flops.matmul_flops(text), rel=0.01)
+    assert flops == pytest.approx(hlo_flops.matmul_flops(text))
     parts = COST.memory(s, machine, state)
     held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
-    assert held == pytest.approx(done.memory.arguments, rel=1e-3)
+    assert held == pytest.approx(done.memory.arguments, rel=1e-5)  # and counters
     assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
     ours = COST.collectives(s, machine)
-    assert gathered(done.collectives) == pytest.approx(gathered(ours), rel=0.15)
-    assert added(done.collectives) == pytest.approx(added(ours), rel=0.05)
+    # XLA gathers and adds some small arrays more.
+    assert gathered(done.collectives) == pytest.approx(gathered(ours), rel=0.01)
+    assert added(done.collectives) == pytest.approx(added(ours), rel=0.01)
 
 
 @pytest.mark.aot("jax_cuda13_plugin")

@@ -50,12 +50,12 @@ def test_within_ten_percent_of_the_compilers_peak(topology, name):
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_committed_plans(path):
-    """1 to 512 devices, 7 to 405 billion parameters: the peak within 10 %, the state within 2 %."""
+    """1 to 512 devices, 7 to 405 billion parameters: the peak within 10 %, the state within 0.1 %."""
     plan = json.loads(path.read_text())
     assert plan["fits"]
     assert plan["estimate"]["peak"] == pytest.approx(plan["compiled"]["peak"], rel=0.10)
     held = sum(plan["estimate"]["memory"][name] for name in ("parameters", "optimizer", "batch"))
-    assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=0.02)
+    assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -317,4 +317,4 @@ def test_tensor_gathers_each_form_of_a_gradient(family, recipe, share):
         gathers = [one for one in found if (one.kind, one.axes) == ("all-gather", ("tensor",))]
         return sum(one.sent for one in gathers if family == "clip" or one.times > 1)
 
-    assert sent(recipe) == pytest.approx(share * sent("bf16"), rel=1e-3)
+    assert sent(recipe) == pytest.approx(share * sent("bf16"))

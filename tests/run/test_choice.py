@@ -38,7 +38,7 @@ def test_no_other_choice_leaves_less(seed):
     for budget in (0.01, 0.2, 0.4, 0.8):
         chosen = choice.choose(c, budget)
         assert c.share(chosen) <= budget + 1e-9
-        np.testing.assert_allclose(c.left(chosen), brute_force(c, budget), rtol=1e-12)
+        np.testing.assert_allclose(c.left(chosen), brute_force(c, budget), rtol=1e-12)  # float64
 
 
 def test_sizes_without_a_common_factor_stay_within_the_budget():

@@ -82,8 +82,9 @@ def test_gradients_are_those_of_all_batches_and_losses_their_mean(monkeypatch):
         total, loss = gradient(s, state, batches)
         if not calls:
             grads, losses = zip(*(gradient(s, state, [batch]) for batch in batches), strict=True)
+            # Float32 sums of the batches, in one loop or one by one.
             jax.tree.map(
-                lambda x, *parts: np.testing.assert_allclose(x, sum(parts), rtol=1e-5, atol=1e-6),
+                lambda x, *parts: np.testing.assert_allclose(x, sum(parts), rtol=1e-6, atol=1e-7),
                 total,
                 *grads,
             )
@@ -113,6 +114,7 @@ def test_coarser_formats_turn_the_gradient_further(tmp_path):
     specs = [f"simulate:format=e5m{bits}" for bits in (1, 23, 4, 2, 3)]
     step, found = prediction.predictions(s, specs, None, 2, 3)
     assert [p.name[-1] for p in found] == ["3", "4", "3", "2", "1"] and found[0].name.endswith("m23")
+    # Up to 1e-4 is the rounding of float32 itself, 24 bits.
     assert found[0].error < 1e-4 and found[1].error < 0.5 * found[3].error < 0.5 * found[4].error
     assert step == 2 and [p.mse for p in found] == sorted(p.mse for p in found)
     path = prediction.write(found, step, tmp_path)

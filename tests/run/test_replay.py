@@ -233,7 +233,7 @@ def test_what_a_run_keeps_besides_its_matmuls_does_not_prevent_a_replay(tmp_path
     as_logged = logged(tmp_path, 3, 4)
     assert replayed(tmp_path, "--spike=4", devices=devices) == as_logged
     exact = replayed(tmp_path, "--spike=4", "--precision=float32", devices=devices)
-    assert exact == pytest.approx(as_logged, rel=0.01)
+    assert exact == pytest.approx(as_logged, rel=0.01)  # a format of 16 or 8 bits changes little
 
 
 def command(name, *options):
@@ -277,4 +277,4 @@ def test_a_replay_repeats_the_run_and_runs_in_another_precision(tmp_path):
 
     same, exact = replayed(), replayed("--precision=float32")
     assert same == [round(loss, 4) for loss in logged]
-    assert exact != same and exact == pytest.approx(logged, 0.01)
+    assert exact != same and exact == pytest.approx(logged, 0.01)  # bfloat16 rounds by 2^-9

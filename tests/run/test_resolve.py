@@ -50,7 +50,7 @@ def test_a_gate_that_no_rule_refuses_is_named(values, monkeypatch):
 def test_the_schedule_ends_with_the_run():
     run = resolved(train__total_steps=50, optimizer__schedule="linear", optimizer__final_lr_fraction=0.5)
     peak = run.settings.optimizer.learning_rate
-    np.testing.assert_allclose(run.schedule(50), peak / 2, rtol=1e-6)
+    np.testing.assert_allclose(run.schedule(50), peak / 2, rtol=1e-6)  # rates are float32
     assert run.schedule(49) > run.schedule(50)
 
 
@@ -178,5 +178,5 @@ def test_local_steps_reach_the_optimizer_and_the_step():
     assert re.search(r"all_to_all.*xi8>", text)
     ones = jax.tree.map(lambda p: jnp.ones(p.shape), {"norm": params["final_norm"]})
     updates, _ = run.tx.update(ones, run.tx.init(ones), ones)
-    # λ (1 + μ), with the default μ of 0.9
+    # λ (1 + μ), with the default μ of 0.9, in float32
     jax.tree.map(lambda u: np.testing.assert_allclose(u, -0.5 * 1.9, rtol=1e-6), updates)

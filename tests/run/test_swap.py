@@ -108,6 +108,7 @@ def test_rows_of_embedding_and_head_are_kept_or_means(tmp_path, devices, tie):
             np.testing.assert_allclose(after[i], before[found].mean(0), atol=tolerance, rtol=0)
         everything = before[: theirs.vocab_size].mean(0)
         rest = after[NEW.vocab_size :]
+        # Means of all rows, in float32.
         np.testing.assert_allclose(rest, np.tile(everything, (len(rest), 1)), atol=2**-20)
     assert (new["final_norm"]["scale"] == old["final_norm"]["scale"]).all()
 

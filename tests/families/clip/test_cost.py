@@ -58,10 +58,11 @@ def test_work_and_the_gradients_that_replicas_add_are_those_of_a_compiled_step(l
     def added(found):
         return sum(one.sent for one in found if one.kind == "all-reduce" and one.axes == ("data",))
 
+    # The closed form leaves out small sums, 2 % here.
     assert added(cost.collectives(s, machine)) == pytest.approx(added(program), rel=0.1)
     flops = sum(cost.work(s, machine, state_shapes(s, machine)).flops.values())
     compiled_flops = hlo_flops.matmul_flops((tmp_path / "step.txt").read_text())
-    assert flops == pytest.approx(compiled_flops, rel=0.01)
+    assert flops == pytest.approx(compiled_flops, rel=1e-3)  # it leaves out 0.005 %
 
 
 def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
@@ -78,7 +79,7 @@ def test_tiles_of_the_loss_take_the_memory_that_the_compiler_reports():
     changes = {"loss__method": "tiled", "data__batch_size": 2**20}
     narrow, wide = (settings(model__embed_dim=E, **changes) for E in (512, 1024))
     grown = cost.loss(wide, wide.machine(16, "cuda")) - cost.loss(narrow, narrow.machine(16, "cuda"))
-    assert grown == pytest.approx(2**30, rel=0.02)
+    assert grown == pytest.approx(2**30, rel=0.01)  # the numbers there have three digits
 
 
 def test_the_products_of_tiles_are_those_of_a_compiled_loss():
@@ -113,6 +114,7 @@ def test_logits_of_the_loss_take_the_memory_that_the_compiler_reports(kind, comp
     changes = {"loss__kind": kind, "loss__method": "sharded"}
     changes |= {"model__logit_bias": -10.0} if kind == "sigmoid" else {}
     s = settings(model__embed_dim=512, data__batch_size=262144, **changes)
+    # Beside the logits, the program has small arrays.
     assert cost.loss(s, s.machine(16, "cuda")) == pytest.approx(compiled_gib * 2**30, rel=0.02)
 
 
@@ -126,4 +128,4 @@ def test_the_loss_of_many_microbatches_holds_the_batch_twice():
     s = read(c)
     machine = s.machine(8, "cuda")
     memory = cost.memory(s, machine, state_shapes(s, machine))
-    assert sum(memory.values()) == pytest.approx(13.54 * 2**30, rel=0.02)
+    assert sum(memory.values()) == pytest.approx(13.54 * 2**30, rel=0.02)  # a tenth of such a copy

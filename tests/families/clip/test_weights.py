@@ -89,6 +89,7 @@ def test_the_written_scale_of_logits_is_that_of_the_model(name, format_name, sca
     params = to_maxlp(golden) | {"logit_scale": np.log(np.float32(150))}
     layout = export.FORMATS[format_name].layout(golden.config)
     written = np.exp(weights.to_other(params, layout)["logit_scale"])
+    # A logarithm of 5, rounded to float32, is off by up to 2.4e-7, and so is the scale, relatively.
     np.testing.assert_allclose(written.item(), scale, rtol=1e-6)
     model = nnx.merge(abstract(golden.config)[0], params)
     np.testing.assert_allclose(model.scale_and_bias()[0], scale, rtol=1e-6)
@@ -121,6 +122,7 @@ def test_resized_position_embeddings_equal_open_clip():
     golden = goldens.load("clip_open_clip")
     params = to_maxlp(golden)
     larger, config = resize(params, golden.config, image_size=40)
+    # Means of up to 16 neighbours with float32 weights.
     np.testing.assert_allclose(larger["visual"]["pos_embed"], golden.arrays["resized"], atol=1e-6, rtol=0)
     assert (config.visual.image_size, golden.config.visual.image_size) == (40, 20)
     assert len(params["visual"]["pos_embed"]) == 17, "the argument is unchanged"

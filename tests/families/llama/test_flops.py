@@ -56,7 +56,7 @@ def test_mfu_of_published_runs(name, kind, tokens_per_sec, full, causal):
     meter.tick(1)
     meter.tick(2)
     report = meter.report()
-    assert report["perf/mfu"] == pytest.approx(full, abs=1e-4)
+    assert report["perf/mfu"] == pytest.approx(full, abs=1e-4)  # given with four digits
     if causal:
         assert report["perf/mfu_causal"] == pytest.approx(causal, abs=1e-4)
 

@@ -132,7 +132,7 @@ def test_a_long_text_has_the_likelihood_of_its_windows(model, tokenizer, log_pro
         for text in texts
     ]
     found = Questions(model, tokenizer, MAX_LEN).loglikelihood_rolling(texts)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums as in `assert_scores`
     assert found[2] == 0
 
 

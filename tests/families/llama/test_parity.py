@@ -58,7 +58,8 @@ def test_rope_frequencies_of_llama_3_1():
         return np.arctan2(sin, cos).ravel()
 
     plain, scaled = frequencies(None), frequencies(SCALING)
-    np.testing.assert_allclose(plain, 5e5 ** (-np.arange(64) / 64), rtol=3e-6)
+    # Angles, cosines and sines have a few roundings of 2^-24; the shares between have six decimals.
+    np.testing.assert_allclose(plain, 5e5 ** (-np.arange(64) / 64), rtol=1e-6)
     ratio = scaled / plain
     np.testing.assert_allclose(ratio[:29], 1, rtol=1e-6)
     between = [0.828168, 0.643743, 0.493507, 0.371122, 0.271425, 0.190211]

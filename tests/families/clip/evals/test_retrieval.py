@@ -58,7 +58,7 @@ def test_equals_sorting(K, tile_size):
     want = by_sorting(images, texts)
     assert 0.1 < want["image_to_text_recall_1"] < want["text_to_image_recall_10"] < 1
     got = retrieval(identity, identity, batches(images, texts), tile_size=tile_size)
-    np.testing.assert_allclose(list(got.values()), [want[key] for key in got], rtol=1e-12)
+    np.testing.assert_allclose(list(got.values()), [want[key] for key in got], rtol=1e-12)  # float64
 
 
 def test_padding_is_not_a_candidate():
