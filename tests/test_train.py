@@ -125,6 +125,7 @@ def test_evaluate_and_generate_and_report_on_the_run(whole):
 
     measured = dict(line.split() for line in shown("evaluate", f"--workdir={workdir}").splitlines()[1:])
     last = [r for r in records(workdir) if "eval_full/loss" in r][-1]
+    # The command shows four decimals.
     assert float(measured["loss"]) == pytest.approx(last["eval_full/loss"], abs=1e-4)
     assert float(measured["bits_per_byte"]) == pytest.approx(last["eval_full/bits_per_byte"], abs=1e-4)
     text = shown("generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5")

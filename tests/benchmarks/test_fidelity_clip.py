@@ -17,4 +17,4 @@ def test_blocks_have_the_sizes_that_a_run_measures():
     state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(model_state)}
     found = fidelity.block_sizes(SimpleNamespace(graphdef=graphdef), state, images)
     expected = magnitudes.of_blocks(model, lambda: model.visual(np.float32(images) / 127.5 - 1))
-    np.testing.assert_allclose(found["mean"], expected["visual/layers"], rtol=1e-3)
+    np.testing.assert_allclose(found["mean"], expected["visual/layers"], rtol=1e-6)  # float32 means

@@ -85,7 +85,7 @@ def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
     s = peaks.settings_of(config, {"data.batch_size": 32, "mesh.fsdp": 8, "precision.recipe": recipe})
     ours, theirs = collectives_on(s, "h100:1x8")
-    assert gathered(ours) == pytest.approx(gathered(theirs), rel=0.1)
+    assert gathered(ours) == pytest.approx(gathered(theirs), rel=0.1)  # at most 2 % less
 
 
 def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[hlo.Collective]]:
@@ -150,7 +150,7 @@ def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
     def moved(collectives) -> float:
         return sum(one.sent for one in collectives if one.kind == "all-to-all")
 
-    assert moved(found) == pytest.approx(moved(ours), rel=0.02)
+    assert moved(found) == pytest.approx(moved(ours))
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
