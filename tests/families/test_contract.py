@@ -55,7 +55,8 @@ def test_the_closed_form_counts_the_matmuls_of_the_compiled_step(family, tmp_pat
     compiled.compile_step(assemble(s, machine, mesh), str(tmp_path / "step.txt"))
     counted = hlo_flops.matmul_flops((tmp_path / "step.txt").read_text())
     flops = sum(cost_of(s).work(s, machine, state_shapes(s, machine)).flops.values())
-    assert flops == pytest.approx(counted, rel=0.01)  # it leaves out 0.2 % of such small steps
+    # Of steps as small as these, it leaves out 0.2 %.
+    assert flops == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

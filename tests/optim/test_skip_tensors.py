@@ -61,6 +61,6 @@ def test_rms_is_that_of_the_updated_tensors():
     for bad in (jnp.inf, jnp.nan):
         overflowed = grads | {"scale": grads["scale"].at[3].set(bad)}
         got = skips.rms(overflowed, run(skips.tx, params, [overflowed])[1])
-        # float32 means, in two programs
+        # Float32 means, in two programs.
         np.testing.assert_allclose(got["layers/kernel"], want["layers/kernel"], rtol=1e-5)
         assert got["scale"] == 0

@@ -78,7 +78,7 @@ def test_both_sides_of_a_long_matrix_have_orthonormal_bases():
     assert {x.dtype for x in jax.tree.leaves(soap.mu)} == {jnp.dtype(jnp.bfloat16)}
     for side, size in ((soap.whole.state.left, 5), (soap.whole.state.right, 9)):
         for basis in np.asarray(side["layers"]["mlp"]["up_proj"]["kernel"].basis):
-            # sums of up to 9 products in float32
+            # Sums of up to 9 products in float32.
             np.testing.assert_allclose(basis.T @ basis, np.eye(size), atol=2e-6)
 
 

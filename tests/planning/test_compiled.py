@@ -60,7 +60,7 @@ def test_the_closed_form_agrees_with_a_compilation_here(changes, tmp_path):
     assert flops == pytest.approx(hlo_flops.matmul_flops(text))
     parts = COST.memory(s, machine, state)
     held = sum(parts[name] for name in ("parameters", "optimizer", "batch"))
-    assert held == pytest.approx(done.memory.arguments, rel=1e-5)  # and counters
+    assert held == pytest.approx(done.memory.arguments, rel=1e-5)  # which have counters too
     assert sum(parts.values()) == pytest.approx(done.peak, rel=0.10)
     ours = COST.collectives(s, machine)
     # XLA gathers and adds some small arrays more.
@@ -85,7 +85,7 @@ def test_the_closed_form_gathers_kernels_as_the_program_does(family, recipe):
     config = llama(**peaks.LLAMA_SIZES) if family == "llama" else clip(**CLIP_SIZES["b32"])
     s = peaks.settings_of(config, {"data.batch_size": 32, "mesh.fsdp": 8, "precision.recipe": recipe})
     ours, theirs = collectives_on(s, "h100:1x8")
-    assert gathered(ours) == pytest.approx(gathered(theirs), rel=0.1)  # at most 2 % less
+    assert gathered(ours) == pytest.approx(gathered(theirs), rel=0.1)  # 2 % less at most
 
 
 def collectives_on(s: Settings, name: str) -> tuple[list[hlo.Collective], list[hlo.Collective]]:

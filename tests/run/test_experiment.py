@@ -83,9 +83,8 @@ def test_equal_microbatches_gain_1_and_step_like_sgd(stepper):
     sgd = Stepper(("sgd", "microbatches"))
     state, metrics = stepper(stepper.state(), batch)
     want, _ = sgd(sgd.state(), batch)
-    assert metrics["gain"] == pytest.approx(
-        1.0, abs=1e-5
-    )  # float32 squares of equal gradients differ by rounding
+    # The squares of equal gradients differ by rounding in float32.
+    assert metrics["gain"] == pytest.approx(1.0, abs=1e-5)
     for ours, theirs in zip(*map(jax.tree.leaves, (state["params"], want["params"])), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)  # float32, in two programs
 

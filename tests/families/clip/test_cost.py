@@ -62,7 +62,7 @@ def test_work_and_the_gradients_that_replicas_add_are_those_of_a_compiled_step(l
     assert added(cost.collectives(s, machine)) == pytest.approx(added(program), rel=0.1)
     flops = sum(cost.work(s, machine, state_shapes(s, machine)).flops.values())
     compiled_flops = hlo_flops.matmul_flops((tmp_path / "step.txt").read_text())
-    assert flops == pytest.approx(compiled_flops, rel=1e-3)  # it leaves out 0.005 %
+    assert flops == pytest.approx(compiled_flops, rel=1e-3)  # and 0.005 % of the FLOPs
 
 
 def test_tiles_of_the_loss_do_not_grow_with_the_square_of_the_batch():
