@@ -142,7 +142,7 @@ def table(errors: Errors) -> None:
     fidelity_figures.print_table(["data", "matmul", *(f"`{name}`" for name in RECIPES)], cells)
 
 
-def verdicts(errors: Errors) -> list[str]:
+def criteria(errors: Errors) -> list[str]:
     """A line for each criterion: the ratios of the recipes, with "(no)" where one does not meet it."""
 
     def against(data: str, gemm: str, other: str, names: tuple[str, ...]) -> dict[str, float]:
@@ -183,7 +183,7 @@ def main() -> None:
     table(errors)
     print("\nwhole:\n")
     table(measure(True, [(kind, size) for kind, size in sorted(cases) if size == SIZES[1]]))
-    print("\n" + "\n".join(verdicts(errors)) + "\n\ndrhs with tokens × 10,000, each seed:")
+    print("\n" + "\n".join(criteria(errors)) + "\n\ndrhs with tokens × 10,000, each seed:")
     for name, whole in itertools.product(("nvfp4", *PARTS), (False, True)):
         cells = (f"{e:.2g}" for e in of_seeds(name, "tokens", 10_000, whole)[:, 2])
         print(f"* {name}{', whole' * whole}: {', '.join(cells)}")

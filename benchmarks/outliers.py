@@ -292,7 +292,7 @@ def report(plan: Plan, figure: Path) -> None:
     header = ["variant", "error", "longest cosine", "mean cosine", "product", "saturated"]
     header += [r"mean of \|x\|", "overshoot"]
     fidelity_figures.print_table(header, [row(variant, of_seeds) for variant, of_seeds in runs.items()])
-    print("\n" + "\n".join(verdicts(runs)))
+    print("\n" + "\n".join(criteria(runs)))
     draw(runs, figure)
 
 
@@ -324,7 +324,7 @@ def first_above(values: list[float], limit: float) -> float:
     return float(above[0] * WINDOW) if len(above) else np.inf
 
 
-def verdicts(runs: Runs) -> list[str]:
+def criteria(runs: Runs) -> list[str]:
     plain, loose, gelu = (runs[v] for v in ("swiglu", "swiglu_no_l2", "gelu"))
     delayed, smooth = (runs[f"swiglu_fp8_delayed{form}"] for form in ("", "_channel"))
     control = runs["gelu_fp8_delayed"]

@@ -198,7 +198,7 @@ def report(plan: Plan, figure: Path) -> None:
     header = ["recipe", "runs", "usable rates", *(f"2^{exponent}" for exponent in plan.start)]
     fidelity_figures.print_table(header, [row(recipe, runs, plan) for recipe, runs in found.items()])
     print("\nAt each rate: validation loss, mean of the seeds (diverged runs).\n")
-    print("\n".join(verdicts(found)))
+    print("\n".join(criteria(found)))
     draw(found, figure)
 
 
@@ -214,7 +214,7 @@ def row(recipe: str, runs: Runs, plan: Plan) -> list[str]:
     return [recipe, share, span, *cells]
 
 
-def verdicts(found: dict[str, Runs]) -> list[str]:
+def criteria(found: dict[str, Runs]) -> list[str]:
     lines = []
     for recipe in ("fp8_current", "fp8_delayed"):
         if {recipe, "bf16"} <= found.keys():

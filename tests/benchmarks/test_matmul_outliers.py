@@ -50,12 +50,12 @@ def test_the_criteria(outliers):
     errors = {
         key: 0.04 for key in itertools.product(["Gaussian", *kinds], outliers.GEMMS, outliers.RECIPES)
     }
-    lines = outliers.verdicts(errors)
+    lines = outliers.criteria(errors)
     assert lines[0] == (
         "* 1. channels × 10,000, fwd / fp8_current, at most 0.5: fp8_blocks 1.00 (no), mxfp8 1.00 (no)"
     )
     assert [line for line in lines if line.startswith("* 3") and "(no)" in line] == []
     errors["channels × 10,000", "fwd", "fp8_current"] = 0.08
-    assert "(no)" not in outliers.verdicts(errors)[0]
+    assert "(no)" not in outliers.criteria(errors)[0]
     errors["tokens × 100", "drhs", "mxfp8"] = 0.05
-    assert sum("mxfp8 1.25 (no)" in line for line in outliers.verdicts(errors)) == 1
+    assert sum("mxfp8 1.25 (no)" in line for line in outliers.criteria(errors)) == 1

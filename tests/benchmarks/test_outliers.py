@@ -71,7 +71,7 @@ def test_the_criteria(outliers, tmp_path, capsys):
         ("swiglu_fp8_delayed_channel", {"saturated": [0, 1e-7, 0, 0]}, "cure"),
     ):
         both = {name: [values, values] for name, values in runs.items()}
-        told = outliers.verdicts(both | {variant: [runs[variant], runs[variant] | changes]})
+        told = outliers.criteria(both | {variant: [runs[variant], runs[variant] | changes]})
         assert [line.partition(":")[0] for line in told if line.endswith(": not met")] == [f"* {name}"]
     assert (tmp_path / "figure.png").exists()
 
