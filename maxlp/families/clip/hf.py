@@ -18,14 +18,12 @@ MEAN, STD, RESIZE = (schema.annotations(CLIPConfig)[f"image_{key}"] for key in (
 NO_SETTINGS = Section("", {})
 RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
+_BASE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 # Newer files contain only the values that differ from these.
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "clip": {
         "vision_config": dict(
-            hidden_size=768,
-            intermediate_size=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
+            _BASE,
             num_channels=3,
             image_size=224,
             patch_size=32,
@@ -46,10 +44,7 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "siglip": {
         "vision_config": dict(
-            hidden_size=768,
-            intermediate_size=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
+            _BASE,
             num_channels=3,
             image_size=224,
             patch_size=16,
@@ -58,11 +53,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             vision_use_head=True,
         ),
         "text_config": dict(
+            _BASE,
             vocab_size=32000,
-            hidden_size=768,
-            intermediate_size=3072,
-            num_hidden_layers=12,
-            num_attention_heads=12,
             max_position_embeddings=64,
             hidden_act="gelu_pytorch_tanh",
             layer_norm_eps=1e-6,
@@ -174,16 +166,13 @@ def _text_config(text: Section, is_clip: bool) -> TextConfig:
         eos_id = None
     elif eos_id is not None and eos_id >= vocab_size:
         raise text.refusal("eos_token_id", f"an id below vocab_size={vocab_size}")
-    if is_clip:
-        pool = "argmax" if eos_id is None else "eos"
-    else:
-        pool = "last"
+    pool_of_clip = "argmax" if eos_id is None else "eos"
     return TextConfig(
         **{key: text.read(hf_key, Count) for key, hf_key in _SIZES.items()},
         vocab_size=vocab_size,
         max_len=text.read("max_position_embeddings", Count),
         causal=is_clip,
-        pool=pool,
+        pool=pool_of_clip if is_clip else "last",
         eos_id=eos_id,
         proj_bias=not is_clip,
     )

@@ -34,6 +34,16 @@ LAYOUT = Layout(
 )
 
 
+_SIZES = dict(
+    embed_dim="hidden_size",
+    num_heads="num_attention_heads",
+    vocab_size="vocab_size",
+    num_layers="num_hidden_layers",
+    mlp_dim="intermediate_size",
+    max_seq_len="max_position_embeddings",
+)
+
+
 def config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of `LlamaConfig` that a Hugging Face ``config.json`` determines.
 
@@ -59,18 +69,11 @@ def decoder_from_hf(hf: Mapping[str, Any], supported: Mapping[str, Any]) -> dict
     for key, value in {"hidden_act": "silu", **supported}.items():
         if c.values.get(key, value) != value:
             raise c.refusal(key, repr(value))
-    hidden_size, num_heads = c.read("hidden_size", Count), c.read("num_attention_heads", Count)
-    rope = _rope(c)
-    return dict(
+    sizes, rope = {key: c.read(hf_key, Count) for key, hf_key in _SIZES.items()}, _rope(c)
+    return sizes | dict(
         logit_soft_cap=None,
-        vocab_size=c.read("vocab_size", Count),
-        embed_dim=hidden_size,
-        num_layers=c.read("num_hidden_layers", Count),
-        num_heads=num_heads,
-        num_kv_heads=c.read("num_key_value_heads", Count, None) or num_heads,
-        head_dim=c.read("head_dim", Count, None) or hidden_size // num_heads,
-        mlp_dim=c.read("intermediate_size", Count),
-        max_seq_len=c.read("max_position_embeddings", Count),
+        num_kv_heads=c.read("num_key_value_heads", Count, None) or sizes["num_heads"],
+        head_dim=c.read("head_dim", Count, None) or sizes["embed_dim"] // sizes["num_heads"],
         rope_theta=float(rope.read("rope_theta", Positive, 10_000.0)),
         rope_scaling=_rope_scaling(rope),
         norm_eps=c.read("rms_norm_eps", Positive),
@@ -156,15 +159,10 @@ def decoder_to_hf(config: LlamaConfig) -> dict[str, Any]:
         )
     scaling = config.rope_scaling
     return dict(
+        **{hf_key: getattr(config, key) for key, hf_key in _SIZES.items()},
         hidden_act="silu",
-        vocab_size=config.vocab_size,
-        hidden_size=config.embed_dim,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.mlp_dim,
-        max_position_embeddings=config.max_seq_len,
         rope_theta=config.rope_theta,
         rope_scaling=scaling
         and dict(
