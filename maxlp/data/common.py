@@ -1,9 +1,10 @@
-"""What the two pipelines share: range checks, permutations, checks of states."""
+"""What the two pipelines share: range checks, permutations, iterators, checks of states."""
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
+import grain
 import numpy as np
 from absl import logging
 from grain.experimental import index_shuffle
@@ -70,6 +71,32 @@ _cached_permutation = functools.lru_cache(maxsize=16)(permutation)
 @functools.lru_cache(maxsize=16)
 def _single_seed(seeds: Seeds) -> int:
     return int(np.random.SeedSequence(seeds).generate_state(1)[0])
+
+
+class PrefetchingIterator:
+    """The iterator of a pipeline, which makes batches of what Grain computes ahead."""
+
+    _prefetched: grain.DatasetIterator | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def _open(self) -> grain.DatasetIterator:
+        """Opens what batches are made of, at the current position."""
+        raise NotImplementedError
+
+    def start_prefetch(self) -> grain.DatasetIterator:
+        """Starts making the first batches, so that the first `next` waits less."""
+        if self._prefetched is None:
+            self._prefetched = self._open()
+            self._prefetched.start_prefetch()
+        return self._prefetched
+
+    def close(self) -> None:
+        """Ends threads and workers; the iterator can be used again, from its current position."""
+        if self._prefetched is not None:
+            self._prefetched.close()
+        self._prefetched = None
 
 
 def check_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], allow_change: bool) -> set[str]:

@@ -315,7 +315,7 @@ class ImageTextDataset:
         return encode_texts(self.tokenizer, texts, self.config.text_len, self.config.lowercase)
 
 
-class ImageTextIterator:
+class ImageTextIterator(common.PrefetchingIterator):
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
     The "streams" of a state map processes to the numbers of the broken examples that they have found. To
@@ -327,13 +327,9 @@ class ImageTextIterator:
         self._broken: set[int] = set()  # found by this process
         self._broken_elsewhere: dict[int, set[int]] = {}  # by other processes, before the last resume
         self._num_texts = self._num_cut = 0  # since this start
-        self._prefetched: grain.DatasetIterator | None = None  # chunks
         rows = dataset.config.batch_size // dataset.process_count
         self._chunk_rows = common.largest_divisor(rows, CHUNK_ROWS)
         self._chunks_per_step = rows // self._chunk_rows
-
-    def __iter__(self) -> ImageTextIterator:
-        return self
 
     def metrics(self) -> dict[str, float]:
         """`data/skipped` and `data/texts_cut`, where they are not zero.
@@ -357,13 +353,6 @@ class ImageTextIterator:
         self._count_cut(sum(part.pop("cut") for part in parts), sum(len(part["text"]) for part in parts))
         self._step += 1
         return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-
-    def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts making the first batches, so that the first `next` waits less."""
-        if self._prefetched is None:
-            self._prefetched = self._open_chunks()
-            self._prefetched.start_prefetch()
-        return self._prefetched
 
     def get_state(self) -> dict[str, Any]:
         # Each process writes its own; all of them keep those of processes that no longer take part.
@@ -393,12 +382,6 @@ class ImageTextIterator:
         self._broken = broken.pop(self._dataset.process_index, set())
         self._broken_elsewhere = broken
 
-    def close(self) -> None:
-        """Ends threads and workers; the iterator can be used again, from its current position."""
-        if self._prefetched is not None:
-            self._prefetched.close()
-        self._prefetched = None
-
     def _note_broken(self, broken: list[tuple[int, str]]) -> None:
         for index, message in broken:
             is_new = index not in self._broken
@@ -417,7 +400,7 @@ class ImageTextIterator:
             )
         self._num_cut, self._num_texts = self._num_cut + num_cut, self._num_texts + num_texts
 
-    def _open_chunks(self) -> grain.DatasetIterator:
+    def _open(self) -> grain.DatasetIterator:
         config, per_step = self._dataset.config, self._chunks_per_step
         ahead = max(config.num_threads, 2 * per_step)
         chunks = grain.MapDataset.source(_Chunks(self._dataset, per_step))[self._step * per_step :]

@@ -263,7 +263,7 @@ class TextDataset:
         return estimates.describe(self.sources, self.tokenizer, self.settings, steps)
 
 
-class TextIterator:
+class TextIterator(common.PrefetchingIterator):
     """Yields batches; `get_state` and `set_state` save and restore the position exactly.
 
     The "streams" of a state map each stream that feeds this process to [[document, offset] for each
@@ -277,12 +277,8 @@ class TextIterator:
         self._rows = self._plan.rows_of_process(dataset.process_index, dataset.process_count)
         self._step = 0
         self._cursors = {stream: [(0, 0)] * len(dataset.documents) for stream, _ in self._rows}
-        self._prefetched: grain.DatasetIterator | None = None  # blocks
         self._blocks: list[_Block] = []  # the current block of each stream
         self._counts: dict[int, Counter[str]] = {}  # of conversations, by stream
-
-    def __iter__(self) -> TextIterator:
-        return self
 
     def __next__(self) -> Batch:
         index = self._step % self._plan.steps_per_block
@@ -299,13 +295,6 @@ class TextIterator:
             self._cursors = {block["stream"]: block["end"] for block in self._blocks}
             self._blocks = []
         return batch
-
-    def start_prefetch(self) -> grain.DatasetIterator:
-        """Starts building the first blocks, so that the first `next` waits less."""
-        if self._prefetched is None:
-            self._prefetched = self._open_blocks()
-            self._prefetched.start_prefetch()
-        return self._prefetched
 
     def metrics(self) -> dict[str, float]:
         """`data/conversations_cut` and `data/conversations_skipped`, where they are not zero.
@@ -373,12 +362,10 @@ class TextIterator:
         return {str(s): [(max(0, -(-(count - s) // n)), 0) for count in read] for s, _ in self._rows}
 
     def close(self) -> None:
-        """Ends threads and workers; the iterator can be used again, from its current position."""
-        if self._prefetched is not None:
-            self._prefetched.close()
-        self._prefetched, self._blocks = None, []
+        super().close()
+        self._blocks = []
 
-    def _open_blocks(self) -> grain.DatasetIterator:
+    def _open(self) -> grain.DatasetIterator:
         feeds = [_Feed(stream, rows, self._cursors[stream]) for stream, rows in self._rows]
         first, workers = self._step // self._plan.steps_per_block, self._dataset.num_workers
         count = min(max(1, workers), len(feeds))
