@@ -23,7 +23,7 @@ from fidelity_figures import (
 )
 from matplotlib.figure import Figure
 
-from maxlp.monitoring import spikes
+from maxlp.monitoring import spike_records, spikes
 from maxlp.runtime.messages import counted
 
 SHIFTS, GROWTH = (130, 200), 30.0  # at each of these steps the gradients grow by this factor
@@ -79,12 +79,12 @@ def precision(runs: Runs, figure: Figure) -> None:
 def loss_spikes(run: dict[str, Any]) -> list[int]:
     losses = np.array(run["loss"])
     steps = np.arange(STEADY - POLICY.min_history, len(losses))
-    return [spike.step for spike in spikes.find_spikes(steps, losses[steps], POLICY)]
+    return [spike.step for spike in spike_records.find_spikes(steps, losses[steps], POLICY)]
 
 
 def rms_spikes(rms: list[float], policy: spikes.SpikeConfig) -> list[int]:
     steps = np.arange(STEADY - policy.lead, len(rms))
-    return spikes.find_rms_spikes(steps, np.array(rms)[steps], policy)
+    return spike_records.find_rms_spikes(steps, np.array(rms)[steps], policy)
 
 
 def lasting(losses: list[float], shift: int) -> float:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
+from maxlp.monitoring.spike_records import Prediction, count_predicted, find_rms_spikes, find_spikes
 from maxlp.runtime.messages import counted
 
 # variant → seed → measurements, of which "validation" is the validation loss
@@ -93,7 +94,7 @@ def loss_spikes(run: dict) -> list[int]:
     losses = np.array(run["loss"])
     steps = np.arange(len(losses))[WARMED_UP - POLICY.min_history :]
     steps = np.setdiff1d(steps, BROKEN if "rms_hidden" in run else [])
-    return [spike.step for spike in spikes.find_spikes(steps, losses[steps], POLICY)]
+    return [spike.step for spike in find_spikes(steps, losses[steps], POLICY)]
 
 
 def after_effect(run: dict) -> float:
@@ -108,12 +109,12 @@ def rms_spikes(run: dict) -> list[int]:
     """Steps at which the largest RMS_t of the kernels in the blocks begins to stand out."""
     rms = np.array(run["rms_hidden"])
     begin = WARMED_UP - POLICY.lead
-    return spikes.find_rms_spikes(np.arange(begin, len(rms)), rms[begin:], POLICY)
+    return find_rms_spikes(np.arange(begin, len(rms)), rms[begin:], POLICY)
 
 
-def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> spikes.Prediction:
+def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> Prediction:
     """How many loss spikes follow an RMS_t spike, in the steps from ``begin`` on."""
-    return spikes.count_predicted(
+    return count_predicted(
         [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY
     )
 

@@ -56,7 +56,7 @@ from optimizers_fair import (
 )
 
 from configs.llama import tiny
-from maxlp.monitoring import rollback, spikes
+from maxlp.monitoring import rollback, spike_records, spikes
 from maxlp.precision.dot import QuantDot
 from maxlp.run.experiment import Experiment
 
@@ -342,7 +342,7 @@ def num_spikes(run: dict[str, Any], damage: str) -> int:
     begin = fidelity_figures.WARMED_UP - policy.min_history
     skipped = [i for i, loss in enumerate(run[damage]["loss"]) if loss is None]
     steps = np.setdiff1d(np.arange(begin, len(losses)), np.concatenate([*STRETCHES, skipped]))
-    return len(spikes.find_spikes(steps, losses[steps], policy))
+    return len(spike_records.find_spikes(steps, losses[steps], policy))
 
 
 def final(run: dict[str, Any], damage: str) -> float:

@@ -1454,7 +1454,7 @@ LLAMA = [
     *_in(
         "families/llama/hf.py",
         "families/llama/test_hf.py",
-        ('c.read("num_key_value_heads", Count, None) or num_heads', "num_heads"),
+        ('c.read("num_key_value_heads", Count, None) or sizes["num_heads"]', 'sizes["num_heads"]'),
         (
             'float(rope.read("rope_theta", Positive, 10_000.0))',
             'float(c.read("rope_theta", Positive, 10_000.0))',
@@ -2719,7 +2719,6 @@ MONITORING = [
             "        self._losses.append(loss)\n",
         ),
         ("len(before) >= self._config.min_history", "len(before) > 1"),
-        ("range(1, config.lead + 1)", "range(config.lead)"),
         ('        self._last = state["last"]\n', ""),
         ("maxlen=config.window)\n        self._last", "maxlen=config.min_history)\n        self._last"),
     ),
@@ -2759,7 +2758,6 @@ MONITORING = [
         "monitoring/watch.py",
         "monitoring/test_watch.py",
         ("self._positions[spike.step - 1]", "self._positions[spike.step]"),
-        ("info.step < spike_step - lead]", "info.step <= spike_step - lead]"),
         (
             "self._skips_in_a_row >= self.config.max_actions",
             "self._skips_in_a_row > self.config.max_actions",
@@ -2775,7 +2773,6 @@ MONITORING = [
             "not math.isfinite(spike.loss) and not values.get",
             "not math.isfinite(spike.loss) and values.get",
         ),
-        ("copy_function=os.link)", "copy_function=os.symlink)"),
         ('            self._steps.extend(state["steps"])\n', ""),
     ),
     *_in(
@@ -2783,6 +2780,9 @@ MONITORING = [
         "monitoring/test_watch.py",
         ("if not x <= threshold}", "if x > threshold}"),
         ("    before = steps[:-1]", "    before = steps"),
+        ("info.step < spike_step - lead]", "info.step <= spike_step - lead]"),
+        ("copy_function=os.link)", "copy_function=os.symlink)"),
+        ("range(1, config.lead + 1)", "range(config.lead)", "monitoring/test_spikes.py"),
     ),
     *_in(
         "monitoring/recorder.py",

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from maxlp.monitoring.spike_records import recorded_spikes
-from maxlp.monitoring.spikes import Spike, SpikeConfig, find_spikes
+from maxlp.monitoring.spike_records import find_spikes, recorded_spikes
+from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint
 from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import parse_lines

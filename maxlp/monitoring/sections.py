@@ -17,8 +17,8 @@ import numpy as np
 
 from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, tail
-from maxlp.monitoring.spike_records import suspect
-from maxlp.monitoring.spikes import Spike, count_predicted, find_rms_spikes
+from maxlp.monitoring.spike_records import count_predicted, find_rms_spikes, suspect
+from maxlp.monitoring.spikes import Spike
 from maxlp.runtime.messages import counted, format_seconds, rounded
 
 MAX_WIDTH = 108

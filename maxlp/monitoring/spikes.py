@@ -9,7 +9,6 @@ find that RMS_t spikes precede loss spikes by 1 to 8 steps.
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -119,59 +118,3 @@ class Detector:
     def set_state(self, state: dict[str, Any]) -> None:
         self._losses = collections.deque(state["losses"], maxlen=self._config.window)
         self._last = state["last"]
-
-
-def find_spikes(steps: np.ndarray, losses: np.ndarray, config: SpikeConfig) -> list[Spike]:
-    """The spikes among recorded losses, each where it begins.
-
-    Args:
-      steps: (n,), rising. If only every tenth step was logged, the window spans ten times as many steps.
-      losses: (n,); losses that are not finite are ignored.
-      config: the definition of a spike.
-    """
-    detector, finite = Detector(config), np.isfinite(losses)
-    pairs = zip(steps[finite].tolist(), losses[finite].tolist(), strict=True)
-    found = [detector.observe(step, loss) for step, loss in pairs]
-    return [spike for spike in found if spike is not None and spike.begins]
-
-
-def find_rms_spikes(steps: np.ndarray, rms: np.ndarray, config: SpikeConfig) -> list[int]:
-    """The steps at which the RMS_t of one tensor begins to exceed `rms_threshold`.
-
-    Args:
-      steps: (n,), rising.
-      rms: (n,), RMS_t of the tensor at these steps; NaN counts as above the threshold.
-      config: the definition of a spike.
-    """
-    found, last = [], -math.inf
-    for step in steps[~(rms <= config.rms_threshold)].tolist():
-        if step - last > config.merge_steps:
-            found.append(step)
-        last = step
-    return found
-
-
-class Prediction(NamedTuple):
-    """How many loss spikes followed an RMS_t spike, and how many would by chance."""
-
-    loss_spikes: int
-    predicted: int
-    by_chance: float
-
-
-def count_predicted(
-    loss_spikes: Sequence[int], rms_spikes: Sequence[int], num_steps: int, config: SpikeConfig
-) -> Prediction:
-    """Counts the loss spikes that come 1 to `lead` steps after an RMS_t spike.
-
-    Args:
-      loss_spikes: steps at which the loss spikes.
-      rms_spikes: steps at which RMS_t spikes.
-      num_steps: length of the run. A loss spike at a random step would be predicted with a probability
-        equal to the fraction of these steps that follow an RMS_t spike.
-      config: the definition of a spike.
-    """
-    followers = {step + i for step in rms_spikes for i in range(1, config.lead + 1)}
-    predicted = sum(step in followers for step in loss_spikes)
-    fraction = sum(step <= num_steps for step in followers) / max(num_steps, 1)
-    return Prediction(len(loss_spikes), predicted, fraction * len(loss_spikes))

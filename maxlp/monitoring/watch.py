@@ -1,29 +1,15 @@
-"""Follows a run step by step and records what is needed to understand and replay a spike.
-
-    spikes/2300.json         the preceding losses, RMS_t and gradient norms of the last steps, the first
-                             tensor above the threshold, the data position just before that batch, the
-                             checkpoint to start from
-    spikes/checkpoints/2000  that checkpoint, as hard links: it stays when the run deletes its own copy
-                             (checkpoints-1 after a rollback)
-
-`python -m maxlp.report DIR --spike=2300` replays it.
-"""
+"""Follows a run step by step, finds its loss spikes, and decides what is done about them."""
 
 import collections
 import math
-import os
 import shlex
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlp.data import merge_states
 from maxlp.monitoring import statistics
-from maxlp.monitoring.rollback import RollbackRequested, kept_checkpoints, read_rollbacks
+from maxlp.monitoring.rollback import RollbackRequested
 from maxlp.monitoring.spikes import Detector, Spike, SpikeConfig
-from maxlp.runtime import checkpoint, distributed
-from maxlp.runtime.files import mirrored, write_json
 
 KEPT_POSITIONS = 4  # steps; metrics reach the host a step late, and a spike needs the position before it
 
@@ -93,7 +79,9 @@ class Watch:
           FloatingPointError: the loss is not finite and the step was not skipped.
         """
         if spike.begins:
-            self.save(workdir, spike)
+            from maxlp.monitoring import spike_records  # few runs have spikes
+
+            spike_records.save(workdir, spike, self.config, self._steps, self._positions[spike.step - 1])
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
             raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
@@ -105,27 +93,6 @@ class Watch:
                 "optimizer.learning_rate, or set spikes.guard to skip or rollback; to replay the steps "
                 f"before it: python -m maxlp.report {shlex.quote(str(workdir))} --spike={spike.step}"
             )
-
-    def save(self, workdir: Path, spike: Spike) -> None:
-        """Writes ``spikes/<step>.json`` for the spike just observed; all processes call this."""
-        data_state = merge_states(distributed.gather_json(self._positions[spike.step - 1]))
-        if not distributed.is_primary():
-            return
-        start = keep_checkpoint(workdir, spike.step, self.config.lead)
-        from maxlp.monitoring.spike_records import first_to_cross  # few runs have spikes
-
-        first = first_to_cross(self._steps, self.config.rms_threshold)
-        record = {
-            **spike._asdict(),
-            "policy": vars(self.config),
-            "checkpoint": None if start is None else str(start.relative_to(workdir)),
-            "data_state": data_state,
-            "first": None if first is None else first._asdict(),
-            "steps": list(self._steps),
-        }
-        path = workdir / "spikes" / f"{spike.step}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, record)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint stores, so that a resumed run finds the same spikes and counts on."""
@@ -139,37 +106,3 @@ class Watch:
             self._steps.extend(state["steps"])
             self._skips_in_a_row = state.get("skips_in_a_row", 0)  # earlier versions saved neither
             self._loss_scale = state.get("loss_scale", 0.0)
-
-
-def checkpoint_before(
-    infos: Iterable[checkpoint.StepInfo], spike_step: int, lead: int
-) -> checkpoint.StepInfo | None:
-    """The newest complete checkpoint more than `lead` steps before a spike, else the newest before it."""
-    earlier = [info for info in infos if info.status == "complete" and info.step < spike_step]
-    early_enough = [info for info in earlier if info.step < spike_step - lead]
-    return max(early_enough or earlier, key=lambda info: info.step, default=None)
-
-
-def keep_checkpoint(workdir: Path, spike_step: int, lead: int) -> Path | None:
-    """Protects the checkpoint to replay from against deletion.
-
-    Returns:
-      Its hard-linked copy in ``spikes/checkpoints``; the checkpoint itself where the file system has no
-      hard links; None without a checkpoint from before the spike.
-    """
-    chosen = checkpoint_before(checkpoint.list_steps(workdir / "checkpoints"), spike_step, lead)
-    if chosen is None:
-        return None
-    kept = kept_checkpoints(workdir, len(read_rollbacks(workdir))) / chosen.path.name
-    if not kept.exists():
-        part = kept.with_name(f"{kept.name}.unfinished")
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed here
-        try:
-            shutil.copytree(chosen.path, part, copy_function=os.link)
-            if mirror := mirrored(kept):  # of the arrays
-                mirror.copy(chosen.path, kept)
-            part.rename(kept)
-        except (OSError, shutil.Error):
-            shutil.rmtree(part, ignore_errors=True)
-            return chosen.path
-    return kept

@@ -17,8 +17,7 @@ from maxlp.core.local_steps import LocalState
 from maxlp.core.train_state import State
 from maxlp.monitoring import rollback
 from maxlp.monitoring.run_record import load_run
-from maxlp.monitoring.spike_records import read_record
-from maxlp.monitoring.watch import checkpoint_before
+from maxlp.monitoring.spike_records import checkpoint_before, read_record
 from maxlp.parallel.batches import device_batches
 from maxlp.run import late_phase
 from maxlp.run.config import ConfigError

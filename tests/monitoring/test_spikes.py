@@ -4,7 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from maxlp.monitoring.spikes import Detector, SpikeConfig, count_predicted, find_rms_spikes, find_spikes
+from maxlp.monitoring.spike_records import count_predicted, find_rms_spikes, find_spikes
+from maxlp.monitoring.spikes import Detector, SpikeConfig
 from tests.monitoring.fixtures import noisy
 
 

@@ -3,9 +3,15 @@ import shutil
 
 import pytest
 
-from maxlp.monitoring.spike_records import Crossing, first_to_cross, recorded_spikes, suspect
+from maxlp.monitoring.spike_records import (
+    Crossing,
+    checkpoint_before,
+    first_to_cross,
+    recorded_spikes,
+    suspect,
+)
 from maxlp.monitoring.spikes import Spike, SpikeConfig
-from maxlp.monitoring.watch import Watch, checkpoint_before
+from maxlp.monitoring.watch import Watch
 from maxlp.runtime.checkpoint import StepInfo
 from tests.monitoring.fixtures import TOY, train
 

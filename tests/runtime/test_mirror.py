@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from maxlp.monitoring import rollback, watch
+from maxlp.monitoring import rollback, spike_records
 from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.runtime import checkpoint, files, lock, manifest, mirror, storage
 from maxlp.runtime.checkpoint import Checkpointer
@@ -208,7 +208,7 @@ def test_the_checkpoint_before_a_spike_outlives_its_deletion(bucket):
     with lock.open_lock(folder) as held:
         held.acquire()
         save(folder, 1, 2)
-        kept = watch.keep_checkpoint(folder, spike_step=2, lead=0)
+        kept = spike_records.keep_checkpoint(folder, spike_step=2, lead=0)
         save(folder, 3, 4)
         rollback.set_spikes_aside(folder)
     assert kept == folder / "spikes" / "checkpoints" / "1"
