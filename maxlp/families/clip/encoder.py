@@ -123,6 +123,11 @@ class Encoder:
             return None
         return layers.LayerScale(self.sizes.width, self.model.layer_scale, param_dtype=self.param_dtype)
 
+    def projection(self, rngs: nnx.Rngs, bias: str | None = None) -> layers.Linear:
+        """The projection of the pooled output to the joint features."""
+        D, E = self.sizes.width, self.model.embed_dim
+        return self.linear(D, E, ("embed", "joint"), rngs, draw=layers.normal, std=D**-0.5, bias=bias)
+
     def vectors(self, draw: layers.Draw, std: float, shape: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Param:
         """Learned vectors of the residual stream: position embeddings, a class token."""
         values = std * draw(rngs.params(), shape)

@@ -135,25 +135,12 @@ class TextTower(nnx.Module):
         self.config, self.encoder = c, e
         token_std, position_std = (0.02, 0.01) if e.model.init == "clip" else (c.width**-0.5, c.width**-0.5)
         self.tok_embed = layers.Embed(
-            c.vocab_size,
-            c.width,
-            std=token_std,
-            dtype=e.dtype,
-            param_dtype=e.param_dtype,
-            rngs=rngs,
+            c.vocab_size, c.width, std=token_std, dtype=e.dtype, param_dtype=e.param_dtype, rngs=rngs
         )
         self.pos_embed = e.vectors(layers.normal, position_std, (c.max_len, c.width), rngs)
         self.layers = e.make_blocks(rngs)
         self.final_norm = e.norm(c.width)
-        self.proj = e.linear(
-            c.width,
-            e.model.embed_dim,
-            ("embed", "joint"),
-            rngs,
-            draw=layers.normal,
-            std=c.width**-0.5,
-            bias="joint" if c.proj_bias else None,
-        )
+        self.proj = e.projection(rngs, bias="joint" if c.proj_bias else None)
 
     def __call__(self, text_BS: jax.Array) -> jax.Array:
         """float32 features (B, E)."""

@@ -109,18 +109,7 @@ class ImageTower(nnx.Module):
         self.layers = e.make_blocks(rngs)
         self.final_norm = e.norm(c.width)
         self.map_pool = MapPool(e, rngs) if c.pool == "map" else None
-        self.proj = (
-            e.linear(
-                c.width,
-                e.model.embed_dim,
-                ("embed", "joint"),
-                rngs,
-                draw=layers.normal,
-                std=c.width**-0.5,
-            )
-            if c.proj
-            else None
-        )
+        self.proj = e.projection(rngs) if c.proj else None
 
     def __call__(self, image_BHWC: jax.Array, draws_BP: jax.Array | None = None) -> jax.Array:
         """float32 features (B, E) of float images; without draws no patch is dropped."""
