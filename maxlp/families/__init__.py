@@ -70,7 +70,7 @@ class Family:
       generates_text: whether the model has the caches and logits with which `generate` samples.
       linear_probe: (graphdef, state, train batches, validation batches, num_classes=, l2=) to named
         numbers; None for families without image features.
-      sharpness: "module:function" of graphdef to a compiled `Measure`; None where no token is predicted.
+      sharpness: "module:function" of (state, batch, graphdef=) to a scalar; None for families without it.
       after_update: model to its `core.train_step.AfterUpdate`, which may correct updated parameters.
       free_keys: config keys of this family that a resumed run may change, besides `run.changes.FREE`.
       initial_keys: keys of the model that decide only initial values of weights, or the length of texts.

@@ -35,7 +35,6 @@ from maxlp.nn.stack import path_name
 from maxlp.numerics import formats
 from maxlp.numerics.quantized import dequantize
 from maxlp.numerics.scales import amax
-from maxlp.parallel.sharding import replicated
 from maxlp.precision import delayed
 from maxlp.precision.dot import QuantDot, Static, quantize
 from maxlp.precision.inject import Matmul, matmuls
@@ -164,26 +163,6 @@ class SwiGLU(Protocol):
     up_proj: Matmul
 
 
-def probe(
-    graphdef: nnx.GraphDef, gradients: Callable[..., Any], *, loss_scale: LossScaleOf | None = None
-) -> Callable[[Any, Any], dict[str, float]]:
-    """Returns a function (state, batch) to metrics: `summary` and `flatten` of `measure`, compiled.
-
-    It must be called, like this function, with the mesh set.
-
-    Args:
-      graphdef, gradients, loss_scale: see `measure`.
-    """
-    measured = functools.partial(measure, graphdef=graphdef, gradients=gradients, loss_scale=loss_scale)
-    compiled = jax.jit(measured, out_shardings=replicated(jax.sharding.get_mesh()))
-
-    def metrics(state: Any, batch: Any) -> dict[str, float]:
-        flat = flatten(jax.device_get(compiled(state, batch)))
-        return summary(flat) | flat
-
-    return metrics
-
-
 def measure(
     state: Mapping[str, Any],
     batch: Any,
@@ -194,7 +173,7 @@ def measure(
 ) -> Measurement:
     """The statistics of every quantized layer on one batch.
 
-    Call it in a jitted function with replicated results, as `probe` does.
+    Call it in a jitted function with replicated results, as `run.probes` does.
 
     Args:
       state: a training state; it does not change.
@@ -249,6 +228,12 @@ def alignment(gate_kernel: jax.Array, up_kernel: jax.Array) -> dict[str, jax.Arr
 
 
 # --- reports ------------------------------------------------------------------------------------------
+
+
+def metrics(found: Measurement) -> dict[str, float]:
+    """`summary` and `flatten` of what `measure` returns."""
+    flat = flatten(found)
+    return summary(flat) | flat
 
 
 def flatten(found: Measurement) -> dict[str, float]:

@@ -18,31 +18,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlp.nn.stack import StackCall, find_stacks
-from maxlp.parallel.sharding import replicated
 
 
-def probe(
-    graphdef: nnx.GraphDef, loss: Callable[[nnx.Module, Any, jax.Array], Any]
-) -> Callable[[Any, Any], dict[str, float]]:
-    """Returns a compiled function (state, batch) to metrics: ``magnitude/<path>/<layer>`` of each block.
-
-    This function and its result must be called with the mesh set.
+def measure(
+    state: Any, batch: Any, *, graphdef: nnx.GraphDef, loss: Callable[[nnx.Module, Any, jax.Array], Any]
+) -> dict[str, jax.Array]:
+    """`of_blocks` in the forward pass of a batch; call it in a jitted function, as `run.probes` does.
 
     Args:
       loss: (model, batch, step) to the loss, a `core.gradients.Loss`; its value is not computed.
     """
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    return of_blocks(model, lambda: loss(model, batch, state["step"]))
 
-    def measure(state: Any, batch: Any) -> dict[str, jax.Array]:
-        model = nnx.merge(graphdef, state["params"], state["model_state"])
-        return of_blocks(model, lambda: loss(model, batch, state["step"]))
 
-    compiled = jax.jit(measure, out_shardings=replicated(jax.sharding.get_mesh()))
-
-    def metrics(state: Any, batch: Any) -> dict[str, float]:
-        found = jax.device_get(compiled(state, batch))
-        return {f"magnitude/{path}/{i}": float(x) for path, x_L in found.items() for i, x in enumerate(x_L)}
-
-    return metrics
+def metrics(found: dict[str, Any]) -> dict[str, float]:
+    """``magnitude/<path>/<layer>`` of each block, from what `measure` returns."""
+    return {f"magnitude/{path}/{i}": float(x) for path, x_L in found.items() for i, x in enumerate(x_L)}
 
 
 def of_blocks(model: nnx.Module, forward: Callable[[], Any]) -> dict[str, jax.Array]:

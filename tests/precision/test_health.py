@@ -13,6 +13,7 @@ from flax import nnx
 from maxlp.families.llama.task import NextTokenConfig
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import health, make_recipe
+from maxlp.run.probes import compiled
 from tests.fixtures import (
     NO_EXCESS_PRECISION,
     Trainer,
@@ -171,7 +172,8 @@ def test_shards_and_microbatches_measure_the_same_tensors():
     for devices, microbatches in ((1, 1), (4, 2)):
         trainer = exact_trainer(devices, microbatches=microbatches)
         with jax.set_mesh(trainer.mesh):
-            probe = health.probe(trainer.graphdef, trainer.gradients)
+            how = dict(graphdef=trainer.graphdef, gradients=trainer.gradients)
+            probe = compiled(health.measure, health.metrics, **how)
             metrics = probe(state, global_batch(exact_batch(1), trainer.mesh))
         worst = health.summary(metrics)
         assert worst.items() <= metrics.items()

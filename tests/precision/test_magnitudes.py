@@ -12,6 +12,7 @@ from maxlp.families.llama.task import NextTokenConfig
 from maxlp.families.llama.task import batch_loss as next_token_loss
 from maxlp.nn import lora
 from maxlp.precision import magnitudes
+from maxlp.run.probes import compiled
 from tests.families.clip.fixtures import make_batch, make_clip
 from tests.fixtures import LLAMA, Trainer, make_llama, make_mesh, precision_config
 
@@ -70,7 +71,8 @@ def sizes_in_float64(params, tokens):
 
 def measured(trainer, state):
     with jax.set_mesh(trainer.mesh):
-        return magnitudes.probe(trainer.graphdef, next_token_loss(NextTokenConfig()))(state, text())
+        how = dict(graphdef=trainer.graphdef, loss=next_token_loss(NextTokenConfig()))
+        return compiled(magnitudes.measure, magnitudes.metrics, **how)(state, text())
 
 
 def test_they_are_those_of_a_llama_in_float64():

@@ -15,30 +15,19 @@ be compared with others of this program.
 Shape letters: B batch · S length · D embed · V vocab.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.parallel.sharding import replicated
-
 EPSILON = 1e-3
 
 
-def probe(graphdef: nnx.GraphDef) -> Callable[[Any, Any], dict[str, float]]:
-    """Returns a compiled function (state, batch) to the metric ``sharpness``.
-
-    It must be called, like this function, with the mesh set.
-    """
-
-    def measure(state: Any, batch: Any) -> jax.Array:
-        model = nnx.merge(graphdef, state["params"], state["model_state"])
-        return sharpness(*last_token(model, batch))
-
-    compiled = jax.jit(measure, out_shardings=replicated(jax.sharding.get_mesh()))
-    return lambda state, batch: {"sharpness": float(compiled(state, batch))}
+def measure(state: Any, batch: Any, *, graphdef: nnx.GraphDef) -> jax.Array:
+    """The sharpness on a batch; call it in a jitted function, as `run.probes` does."""
+    model = nnx.merge(graphdef, state["params"], state["model_state"])
+    return sharpness(*last_token(model, batch))
 
 
 def last_token(model: nnx.Module, batch: dict) -> tuple[jax.Array, jax.Array, jax.Array]:
