@@ -2,17 +2,7 @@
 
 `Throughput` turns finished steps into tokens/s and, on devices with a published peak, MFU.
 `DelayedFetch` brings the metrics of a step to the host one step later, so that the host waits for a step
-only after the next one is dispatched. Together with `writers.MetricWriter` they make this loop::
-
-    for step in range(start + 1, total_steps + 1):
-        state, metrics = train_step(state, next(batches))
-        for done, values in fetch.push(step, metrics, wait=evaluate_or_save_now):
-            throughput.tick(done)
-            if done % log_every == 0:
-                writer.write(done, values | throughput.report() | memory_metrics())
-        if evaluate_or_save_now:
-            with throughput.paused():
-                ...  # evaluate, write the result, then save
+only after the next one is dispatched. `monitoring.recorder` joins both with the outputs of a run.
 """
 
 import contextlib

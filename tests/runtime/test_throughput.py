@@ -7,6 +7,8 @@ import pytest
 from maxlp.runtime import cpu
 from maxlp.runtime.throughput import DelayedFetch, Throughput
 
+ONE_DEVICE = dict(units_per_step=1, flops_per_unit=(1, 1), peak_flops=None, num_devices=1)
+
 
 class Leaf:
     """Stands in for a device array and records what is done with it."""
@@ -141,14 +143,7 @@ class Arriving:
 def test_waits_for_a_slow_and_a_fast_pipeline(monkeypatch, queues, batch, step_time, data_wait):
     monkeypatch.setattr(cpu, "is_synchronous", lambda: not queues)
     machine = Machine(step=1.0, batch=batch, queues=queues)
-    meter = Throughput(
-        units_per_step=1,
-        flops_per_unit=(1, 1),
-        peak_flops=None,
-        num_devices=1,
-        total_steps=20,
-        clock=lambda: machine.now,
-    )
+    meter = Throughput(**ONE_DEVICE, total_steps=20, clock=lambda: machine.now)
     fetch, reports, stream = DelayedFetch(), [], meter.waiting_for(machine.batches())
     for step in range(1, 21):
         next(stream)
@@ -164,14 +159,7 @@ def test_waits_for_a_slow_and_a_fast_pipeline(monkeypatch, queues, batch, step_t
 
 def test_the_remaining_time_of_steps_that_count_as_more_than_one():
     now = [0.0]
-    meter = Throughput(
-        units_per_step=1,
-        flops_per_unit=(1, 1),
-        peak_flops=None,
-        num_devices=1,
-        total_steps=20,
-        clock=lambda: now[0],
-    )
+    meter = Throughput(**ONE_DEVICE, total_steps=20, clock=lambda: now[0])
     for step, progress in ((1, 3.0), (2, 5.0), (3, 8.0)):  # 5 in 2 seconds, after the first
         now[0] += 1.0
         meter.tick(step, progress)
@@ -184,6 +172,6 @@ def test_the_remaining_time_of_steps_that_count_as_more_than_one():
 
 
 def test_an_exception_in_a_pause_is_not_swallowed():
-    meter = Throughput(units_per_step=1, flops_per_unit=(1, 1), peak_flops=1, num_devices=1, total_steps=1)
+    meter = Throughput(**ONE_DEVICE, total_steps=1)
     with pytest.raises(RuntimeError, match="evaluation failed"), meter.paused():
         raise RuntimeError("evaluation failed")
