@@ -123,7 +123,7 @@ def command() -> str:
 
 
 def make_plan(
-    s: Settings, topology: Topology, compiles: bool = True, hlo_file: str | None = None
+    s: Settings, topology: Topology, compiles: bool, hlo_file: str | None = None
 ) -> dict[str, Any]:
     """A plan as plain numbers: bytes and seconds of one device and step, unless a key states otherwise.
 

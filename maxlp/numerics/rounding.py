@@ -42,7 +42,7 @@ def key_for(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None = None) -> jax.Array:
+def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None) -> jax.Array:
     """Rounds away the ``drop`` lowest mantissa bits of float16 or float32 numbers, in the same dtype.
 
     Subnormals lose the same bits. A magnitude may be rounded up to infinity; NaN stays NaN.

@@ -49,7 +49,7 @@ class PureBf16State(NamedTuple):
 
 
 def pure_bf16(
-    inner: optax.GradientTransformation, *, method: str = "stochastic", seed: int = 0
+    inner: optax.GradientTransformation, *, method: str, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps a whole optimizer chain, learning rate included, for bfloat16 parameters.
 

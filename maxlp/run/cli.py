@@ -183,7 +183,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
-def _parse_flags(argv: list[str], words: int = 0) -> list[str]:
+def _parse_flags(argv: list[str], words: int) -> list[str]:
     given = {word.lstrip("-").partition("=")[0] for word in argv[1:] if word.startswith("-")}
     if "from" in given and "config" not in given:
         argv.insert(1, f"--config={FINETUNE}")

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     by_grad_norm: Crossing | None
 
 
-def replay(workdir: Path, spike_step: int, precision: str = "recipe") -> Finding:
+def replay(workdir: Path, spike_step: int, precision: str) -> Finding:
     """Replays the steps up to `spike_step` and prints a line for each.
 
     Args:
