@@ -135,7 +135,7 @@ def resolve_axes(num_devices: int, *, dcn_data: int = 1, **axes: int) -> dict[st
     """
     sizes = {name: axes.get(name, 1) for name in MESH_AXES}
     given = {name: size for name, size in (sizes | {"dcn_data": dcn_data}).items() if size != 1}
-    text = ", ".join(f"mesh.{name}={size}" for name, size in given.items()) or "all axes of size 1"
+    text = ", ".join(f"mesh.{name}={size}" for name, size in given.items()) or "mesh has one device"
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1 or dcn_data < 1 or any(s < 1 and s != -1 for s in sizes.values()):
         raise ValueError(

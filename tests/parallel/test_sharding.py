@@ -62,6 +62,11 @@ def test_impossible_sizes_are_named(axes, message):
         sharding.make_mesh(**axes)
 
 
+def test_a_mesh_of_a_single_device_does_not_fit_more():
+    with pytest.raises(ValueError, match=r"^mesh has one device: the number of devices, 8, is not 1;"):
+        sharding.resolve_axes(8)
+
+
 def test_a_mesh_is_described_in_words():
     assert sharding.describe(dict(stage=1, data=1, fsdp=4, context=1, tensor=2)) == "fsdp 4 × tensor 2"
     assert sharding.describe(dict(fsdp=1)) == "one device"
