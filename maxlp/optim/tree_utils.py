@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, KeyPath
 
-from maxlp.schema import RegularExpression
+from maxlp.schema import NotEmpty, RegularExpression
 
-Targets = tuple[Annotated[str, RegularExpression()], ...]
+Targets = Annotated[tuple[Annotated[str, RegularExpression()], ...], NotEmpty()]
 
 # The default of all targets: the matrices of the blocks, without embeddings, head and norms.
 HIDDEN_KERNELS = ("(attn|mlp)/.*kernel$",)

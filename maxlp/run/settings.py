@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -24,7 +24,7 @@ from maxlp.run.config import ConfigError, bind, call, check_section, errors_of
 from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
-from maxlp.schema import Count, CountOrZero, DecayRate, Positive, Seed
+from maxlp.schema import Count, CountOrZero, DecayRate, NotEmpty, Positive, Seed
 
 SECTIONS = (
     *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
@@ -49,12 +49,12 @@ class LoraConfig:
         the blocks.
 
     Raises:
-      ValueError: a rank or alpha that is not positive.
+      ValueError: a rank or alpha that is not positive, or no targets at all.
     """
 
     rank: Count
     alpha: Positive | None = None
-    targets: tuple[str, ...] | None = None
+    targets: Annotated[tuple[str, ...], NotEmpty()] | None = None
 
     def __post_init__(self):
         schema.check(self)

@@ -97,6 +97,14 @@ class RegularExpression:
 
 
 @dataclasses.dataclass(frozen=True)
+class NotEmpty:
+    """A tuple that has values."""
+
+    def error(self, value: Any) -> str | None:
+        return None if value else "has no values; give one or more, or leave it unset"
+
+
+@dataclasses.dataclass(frozen=True)
 class PowerOfTwo:
     """A power of two, which may be below 1."""
 

@@ -132,6 +132,14 @@ BAD_VALUES = [
         {"optimizer.galore.scale": 0.5},
         "config.optimizer.galore.rank is not set; give --config.optimizer.ga",
     ),
+    *(
+        (values, f"config.{[*values][-1]}=() has no values; give one or more, or leave it unset")
+        for values in (  # what --config.KEY=None gives: nothing would have an adapter, or be projected
+            {"train.lora.rank": 4, "train.lora.targets": ()},
+            {"optimizer.galore.rank": 4, "optimizer.galore.targets": ()},
+            {"optimizer.name": "muon", "optimizer.options.targets": ()},
+        )
+    ),
     ({"optimizer.low_bit.block_size": 256}, "config.optimizer.low_bit.mu is not set; give --config.opt"),
     ({"optimizer.low_bit.mu": "int8"}, "config.optimizer.low_bit.nu is not set; give --config.optimizer.l"),
     ({"precision.recipe": "fp4"}, "config.precision.recipe='fp4' is unknown"),
