@@ -58,6 +58,18 @@ def low_bit(inner: optax.GradientTransformation, config: LowBitConfig) -> optax.
     return optax.GradientTransformation(init, update)
 
 
+def warnings(state: optax.OptState, config: LowBitConfig) -> list[str]:
+    """A line if all moments are below `min_size`, so that none is encoded."""
+    encoded: list[bool] = []
+    map_moments(lambda moment, path, x: encoded.append(_is_encoded(x)), state, is_leaf=_is_encoded)
+    if any(encoded):
+        return []
+    return [
+        f"optimizer.low_bit.min_size={config.min_size} is above the entries of every moment, and none is "
+        "stored in few bits; lower it"
+    ]
+
+
 def _packed(state: optax.OptState, count: Any, config: LowBitConfig) -> optax.OptState:
     """The state with its moments encoded; stochastic rounding depends on the seed and `count`."""
     key = jax.random.fold_in(jax.random.key(config.seed), count)
@@ -77,8 +89,12 @@ def _unpacked(state: optax.OptState, config: LowBitConfig) -> optax.OptState:
 
     def one(moment: str, path: KeyPath, x: Any) -> jax.Array:
         del path
-        if not isinstance(x, Quantized):
+        if not _is_encoded(x):
             return x
         return decode(x, getattr(config, moment), signed=moment == "mu", block_size=config.block_size)
 
-    return map_moments(one, state, is_leaf=lambda x: isinstance(x, Quantized))
+    return map_moments(one, state, is_leaf=_is_encoded)
+
+
+def _is_encoded(x: Any) -> bool:
+    return isinstance(x, Quantized)

@@ -272,6 +272,10 @@ def describe(e: Experiment, state: State) -> str:
     adagc = s.optimizer.adagc
     if adagc is not None and (steps := adagc.warmup_steps) >= s.train.total_steps:
         lines.append(f"warning: optimizer.adagc.warmup_steps={steps} is the whole run; AdaGC never clips")
+    if s.optimizer.low_bit is not None:
+        from maxlp.optim import low_bit  # few runs need it
+
+        lines += [f"warning: {line}" for line in low_bit.warnings(state["opt_state"], s.optimizer.low_bit)]
     projects = s.optimizer.galore is not None or "rank" in options_of(s.optimizer.name)
     if projects or s.train.lora is not None:
         from maxlp.optim import galore, targets  # few runs need it

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxlp.optim import GaloreConfig, LowBitConfig, state_bytes
 from maxlp.optim.galore import galore
-from maxlp.optim.low_bit import low_bit
+from maxlp.optim.low_bit import low_bit, warnings
 from maxlp.optim.stable_adamw import scale_by_stable_adam
 from maxlp.parallel import sharding
 from maxlp.parallel.opt_state import opt_state_shardings
@@ -48,6 +48,18 @@ def test_float32_is_the_inner_transformation_to_the_bit():
     params, grads = random_tree(SHAPES, 99), gradients(5)
     got, _ = run(low_bit(ADAM, LowBitConfig(mu="float32", nu="float32", min_size=0)), params, grads)
     assert_trees_equal(got, run(ADAM, params, grads)[0])
+
+
+@pytest.mark.parametrize(("min_size", "warns"), [(16 * 32, False), (16 * 32 + 1, True)])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_min_size_above_all_moments_is_said(name, min_size, warns):
+    """A layer of the largest tensor has 16 × 32 entries; the projector of GaLore is no moment."""
+    config = LowBitConfig(**EVERY[name], min_size=min_size)
+    state = jax.eval_shape(low_bit(ADAM, config).init, random_tree(SHAPES, 0))
+    assert len(warnings(state, config)) == warns
+    projected = galore(ADAM, GaloreConfig(rank=4, projector="int8", targets=("kernel",)))
+    state = jax.eval_shape(low_bit(projected, config).init, random_tree(SHAPES, 0))
+    assert warnings(state, config)
 
 
 def test_bytes_are_those_of_the_codes_and_scales():
