@@ -65,7 +65,7 @@ def warnings(state: optax.OptState, config: LowBitConfig) -> list[str]:
     if any(encoded):
         return []
     return [
-        f"optimizer.low_bit.min_size={config.min_size} is above the entries of every moment, and none is "
+        f"optimizer.low_bit.min_size={config.min_size} is above the size of every moment, and none is "
         "stored in few bits; lower it"
     ]
 

@@ -195,6 +195,9 @@ class Topology:
         return next(name for name, chip in CHIPS.items() if chip is self.chip)
 
 
+MAX_DEVICES = 2**20  # more than any cluster has; the search tries every divisor of the number
+
+
 def parse(name: str) -> Topology:
     """A topology from its name; this needs no compiler.
 
@@ -223,6 +226,8 @@ def parse(name: str) -> Topology:
         raise ValueError(
             f"topology {name!r}: a slice of {chip_name} has at most {chip.pod} chips; use SHAPE*SLICES"
         )
+    if (count := math.prod(shape) * slices) > MAX_DEVICES:
+        raise ValueError(f"topology {name!r} has {count:,} devices; give at most {MAX_DEVICES:,}")
     return Topology(name, chip, shape, slices)
 
 

@@ -26,6 +26,8 @@ def test_names_count_devices():
         ("h100:8", "the shape of h100 must be HOSTSxGPUS"),
         ("v5e:64x64", "at most 256 chips"),
         ("v5e:0x4", "at least 1"),
+        ("h100:1x99999999999", "at most 1,048,576"),
+        ("v5e:16x16*4097", "has 1,048,832 devices; give at most 1,048,576"),
     ],
 )
 def test_invalid_names_are_explained(name, message):
