@@ -48,7 +48,7 @@ from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 from maxlp import schema
-from maxlp.data.readers import BrokenExample, check_utf8
+from maxlp.data.readers import BrokenExample, check_tokens, check_utf8
 from maxlp.data.specs import one_line, split_options
 from maxlp.runtime.messages import counted
 
@@ -203,6 +203,8 @@ class Source:
             record = self.reader[row]
             if not self._any_bytes:
                 check_utf8(record.get("text"))
+            if self.tokenizer is not None and "tokens" in record:
+                check_tokens(record["tokens"], self.tokenizer["vocab_size"])
             return record
         except BrokenExample as error:
             raise BrokenExample(f"{self.reader.where(row)}: {error}") from None

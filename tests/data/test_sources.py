@@ -44,6 +44,36 @@ def test_a_reader_of_tokens_says_of_which_tokenizer(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (np.arange(5), "its tokens are int64; its reader must return uint16 or uint32, or for a conv"),
+        (np.array([7, 259], np.uint16), "token 259 is not one of its tokenizer, which has 259 tokens"),
+        (np.array([7, ~259], np.int32), "token 259 is not one of its tokenizer, which has 259 tokens"),
+    ],
+)
+def test_tokens_of_another_dtype_or_vocabulary_are_refused(tokens, message, monkeypatch):
+    """Signed ones would be read as a conversation; the loss of ids beyond the vocabulary is NaN."""
+
+    def open_own(spec):
+        return Source(spec, Records([tokens[:1].astype(np.uint16), tokens]), tokenizer={"vocab_size": 259})
+
+    monkeypatch.setattr(sys.modules[__name__], "open_tokens", open_own)
+    monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_tokens", ("text",)))
+    with pytest.raises(ValueError, match=f"^record 1: {message}"):
+        _ = make_source("own:a", "train")[1]
+
+
+class Records(list):
+    """A reader of these tokens."""
+
+    def __getitem__(self, row):
+        return {"tokens": super().__getitem__(row)}
+
+    def where(self, row):
+        return f"record {row}"
+
+
 REQUIRED = "its reader must use one of str, int, float, bool"
 
 

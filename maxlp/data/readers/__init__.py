@@ -10,11 +10,13 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 from absl import logging
 
 from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
+TOKEN_DTYPES = ("uint16", "uint32", "int32")
 NOT_READ = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".rar")  # bytes would pass for text
 
 
@@ -134,6 +136,20 @@ def check_utf8(text: object) -> None:
             text.decode()
         except UnicodeDecodeError as error:
             raise BrokenExample(not_utf8(error)) from None
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises a `BrokenExample` for tokens that no `sources.Reader` has, or beyond the vocabulary."""
+    if tokens.dtype.name not in TOKEN_DTYPES:
+        raise BrokenExample(
+            f"its tokens are {tokens.dtype.name}; its reader must return uint16 or uint32, or for a "
+            "conversation int32"
+        )
+    if not len(tokens):
+        return
+    largest = max(int(tokens.max()), ~int(tokens.min()))  # conversations have complements
+    if largest >= vocab_size:
+        raise BrokenExample(f"token {largest} is not one of its tokenizer, which has {vocab_size} tokens")
 
 
 def not_utf8(error: UnicodeDecodeError, start: int = 0) -> str:
