@@ -7,7 +7,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from maxlp import schema
-from maxlp.optim.config import OPTIMIZERS, unknown_option
+from maxlp.optim.config import OPTIMIZERS, options_of, unknown_option
 from maxlp.run.config import RENAMED
 
 
@@ -45,4 +45,8 @@ def _unknown_option(key: str, optimizer: str, argv: list[str]) -> str:
     flag = "config.optimizer.name="
     given = [word.partition("=")[2] for word in argv if word.lstrip("-").startswith(flag)]
     name = [optimizer, *given][-1]
-    return unknown_option(key, name) if name in OPTIMIZERS else f"is unknown, as is optimizer.name={name!r}"
+    if name not in OPTIMIZERS:
+        return f"is unknown, as is optimizer.name={name!r}"
+    if key in options_of(name):
+        return f"is not in this config; set it in the config file, as c.optimizer.options.{key} = VALUE"
+    return unknown_option(key, name)

@@ -72,6 +72,21 @@ def test_a_mistake_ends_with_one_line(args, message, tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+def test_an_option_that_only_the_config_lacks_is_not_called_unknown(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from maxlp.run.config import load_file\ndef get_config():\n"
+        "    c = load_file('llama/debug').unlock()\n    del c.optimizer.options.nesterov\n    return c\n"
+    )
+    option = "--config.optimizer.options.nesterov=true"
+    done = run_command("train", f"--config={config}", "--workdir=unused", option)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --config.optimizer.options.nesterov is not in this config; set it in the config file, as "
+        "c.optimizer.options.nesterov = VALUE\n",
+    )
+
+
 def run(program: str, *args: str, **env: str) -> subprocess.CompletedProcess:
     """A process with these additional environment variables."""
     command = [sys.executable, "-c", program, *args]

@@ -16,7 +16,14 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip, siglip
 from maxlp.families.llama.presets import LLAMA_3_1_ROPE, LLAMA_3_2_ROPE, llama_c4
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.optim import galore
-from maxlp.optim.config import AdaGCConfig, GaloreConfig, LowBitConfig, OptimizerConfig
+from maxlp.optim.config import (
+    OPTIMIZERS,
+    AdaGCConfig,
+    GaloreConfig,
+    LowBitConfig,
+    OptimizerConfig,
+    options_of,
+)
 from maxlp.parallel.sharding import make_mesh
 from maxlp.precision import RECIPES, DynamicLossScale, PrecisionConfig
 from maxlp.precision.recipes import RecipeOptions
@@ -59,6 +66,12 @@ def test_a_shared_section_has_the_keys_and_the_defaults_of_what_it_configures(se
         default = parameters[name].default
         is_unset = value in (None, "") or isinstance(value, ConfigDict)
         assert is_unset or default is inspect.Parameter.empty or value == default, name
+
+
+def test_the_command_line_can_set_the_options_of_every_optimizer():
+    known = {option for name in OPTIMIZERS for option in options_of(name)}
+    found = set(sections({}, {}, {}).optimizer.options)
+    assert found == known, "_optimizer of maxlp/run/presets.py lists all options, with their types"
 
 
 def test_llama_stretches_its_wavelengths_as_published():
