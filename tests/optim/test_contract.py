@@ -36,20 +36,14 @@ FP8 = dict(mu="float8_e4m3fn", nu="float8_e5m2", min_size=32)
 DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8", block_size=4, min_size=32)
 COMPANDED8 = dict(mu="companded8", nu="companded8", block_size=4, min_size=32)
 ADAFACTOR = dict(options=dict(min_dim_size_to_factor=4, momentum=0.9))
-OPTIMIZERS = {
-    "adamw": {},
-    "stable_adamw": {},
+OPTIMIZERS = {name: {} for name in optim.OPTIMIZERS} | {
     "adafactor": ADAFACTOR,
     "stable_spam": dict(options=dict(reset_every=3)),
     "lion": dict(b2=0.98),
-    "muon": {},
-    "normuon": {},
     "soap": dict(options=dict(precondition_frequency=2, one_sided=True)),  # see test_soap.py
     "apollo": dict(options=dict(rank=2, update_proj_gap=3)),
     "apollo_mini": dict(options=dict(update_proj_gap=3)),
     "schedule_free_adamw": dict(schedule="constant"),
-    "adamp": {},
-    "sgd": {},
     "galore": dict(
         name="stable_adamw", galore=GALORE | dict(basis="randomized", moments="reproject", side="long")
     ),
@@ -116,10 +110,6 @@ def tolerance(name):
 def four_steps(name):
     """Parameters and state on one device, compiled. GaLore refreshes in the fourth step."""
     return run(make(name), start(name), gradients(4))
-
-
-def test_every_optimizer_is_tested():
-    assert optim.OPTIMIZERS.keys() <= OPTIMIZERS.keys(), "add the new one and its options to OPTIMIZERS"
 
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
