@@ -58,7 +58,8 @@ def test_tables_that_take_an_entry_exist():
 
 def test_lists_of_configs_are_complete():
     folders = re.findall(r"`configs/(\w+)/` holds (.*?)(?:;|\. \[)", README, re.DOTALL)
-    assert [family for family, _ in folders] == list(FAMILIES)
+    listed = [family for family, _ in folders]
+    assert listed == list(FAMILIES), "README names the configs of each family, in the order of FAMILIES"
     for family, listed in folders:
         names = {name for group in re.findall(r"`([\w. ]+)`", listed) for name in group.split()}
         assert names == {p.name.removesuffix(".py") for p in (ROOT / "configs" / family).glob("*.py")} - {
