@@ -104,6 +104,7 @@ def main(command: str = "") -> None:
         for name in COMMANDS[other]:
             if values[name].present:
                 raise ValueError(f"--{name} is for {other}, not for {command}; drop it")
+    new_folder.clean_up_on_sigterm()
     if command == "import":
         source, workdir = hub.as_id(str(flags.FLAGS.input or "")), _required("output")
         if not hub.is_id(source):

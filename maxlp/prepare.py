@@ -51,6 +51,7 @@ from maxlp.run import cli
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url, local_path
 from maxlp.runtime.messages import counted
+from maxlp.runtime.new_folder import clean_up_on_sigterm
 from maxlp.schema import Count
 
 TOKENIZER_SAMPLE_BYTES = 64_000_000
@@ -327,6 +328,7 @@ def main(command: str = "") -> None:
     """Runs a subcommand and prints what it wrote."""
     if command not in COMMANDS:
         raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")
+    clean_up_on_sigterm()
     written = COMMANDS[command]()
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")
 

@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -234,6 +235,14 @@ def test_killed_run_leaves_nothing_that_looks_complete(corpus, tmp_path, num_wor
     assert not list(output.glob("*.partial"))
 
 
+def test_after_sigterm_nothing_remains(tmp_path):
+    with running(tmp_path, num_workers=2) as (handle, process, output):
+        workers = handle.children(recursive=True)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not output.exists() and not psutil.wait_procs(workers, timeout=10)[1]
+
+
 def test_a_folder_that_another_process_writes_is_refused_and_stays_as_it_is(corpus, tmp_path):
     with running(tmp_path, num_workers=1) as (_, process, output):
         before = {path.name for path in output.iterdir()}
@@ -439,6 +448,18 @@ def test_what_fails_before_the_upload_leaves_nothing(corpus, tmp_path, bucket, m
     with pytest.raises(ZeroDivisionError):
         prepare_text(corpus, f"{bucket}/out")
     assert not storage.find(f"{bucket}/out") and not list((tmp_path / "temporary").iterdir())
+
+
+def test_an_interrupted_upload_leaves_no_temporary_folder(corpus, tmp_path, bucket, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "upload", interrupt)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        prepare_text(corpus, f"{bucket}/out")
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.slow

@@ -125,27 +125,27 @@ def no_partial_files(output: str, names: Collection[str] = ()) -> Iterator[None]
 def destination(output: str, names: Collection[str] = ()) -> Iterator[str]:
     """Yields the folder to write to: `output`, or for a URL a temporary one that is uploaded at the end.
 
+    The temporary folder remains only if the upload fails.
+
     Args:
       names: as in `commit`.
     """
     if not is_url(output):
         yield output
         return
-    folder = tempfile.mkdtemp(prefix="maxlp-prepare-")
-    try:
+    with contextlib.ExitStack() as undo:
+        folder = tempfile.mkdtemp(prefix="maxlp-prepare-")
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    try:
-        _upload(folder, output, names)
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.strerror else one_line(error)
-        raise StorageError(
-            f"{reason}; the dataset is complete in {folder}: copy its files to {output},"
-            f" {MANIFEST} as the last one"
-        ) from error
-    shutil.rmtree(folder, ignore_errors=True)
+        try:
+            _upload(folder, output, names)
+        except OSError as error:
+            undo.pop_all()
+            reason = f"{error.filename}: {error.strerror}" if error.strerror else one_line(error)
+            raise StorageError(
+                f"{reason}; the dataset is complete in {folder}: copy its files to {output},"
+                f" {MANIFEST} as the last one"
+            ) from error
 
 
 def _upload(folder: str, url: str, names: Collection[str]) -> None:

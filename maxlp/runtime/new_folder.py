@@ -3,10 +3,26 @@
 import contextlib
 import fcntl
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from maxlp.runtime import files
+
+
+def clean_up_on_sigterm() -> None:
+    """From now on the first SIGTERM raises a `SystemExit`, so that blocks delete what is not finished.
+
+    By default SIGTERM ends a process like a kill, and a dataset or a model stays in a temporary folder.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    sys.exit(128 + number)  # as in shells
 
 
 @contextlib.contextmanager
