@@ -59,14 +59,24 @@ def _find(pattern: str, suffix: str) -> list[str]:
         paths = of_kind(walk(pattern), suffix)
         missing = f"no {suffix or 'readable'} file in the folder"
     else:
-        found = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        paths = [path for path in found if os.path.isfile(path)]
+        found = {pattern} if os.path.isfile(pattern) else _glob(pattern)
+        # A link whose target is missing is found, too, so that the error names it.
+        paths = [path for path in found if os.path.isfile(path) or not os.path.exists(path)]
         missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
     if not paths:
         raise ValueError(f"{missing} {pattern}; check the path")
     if other := next((path for path in paths if path.endswith(NOT_READ)), None):
         raise ValueError(f"{other} cannot be read; decompress it, or compress it with gzip or zstd")
     return sorted(paths)
+
+
+def _glob(pattern: str) -> set[str]:
+    patterns = [pattern]
+    if "**" in pattern:
+        from maxlp.data.readers.access import expand_folders
+
+        patterns = expand_folders(pattern)
+    return {path for each in patterns for path in glob.glob(each)}
 
 
 def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
@@ -81,16 +91,24 @@ def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
     return plain or others
 
 
-def walk(root: str, skip: Sequence[str] = (), above: Sequence[str] = ()) -> Iterator[str]:
+def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
     """Paths of all files below `root`, except hidden ones and those in folders named in `skip`."""
+    for folder, names in walk_folders(root, skip):
+        yield from (os.path.join(folder, name) for name in names if name[0] != ".")
+
+
+def walk_folders(
+    root: str, skip: Sequence[str] = (), above: Sequence[str] = ()
+) -> Iterator[tuple[str, list[str]]]:
+    """`root` and all folders below it, except those that are hidden or in `skip`; each with its files."""
     # Links are followed, but not back to a folder that they are in.
     above = (*above, os.path.realpath(root))
-    _, subfolders, files = next(os.walk(root), (root, [], []))
-    yield from (os.path.join(root, name) for name in files if name[0] != ".")
+    _, subfolders, names = next(os.walk(root or os.curdir), (root, [], []))
+    yield root, names
     for name in subfolders:
         folder = os.path.join(root, name)
         if name not in skip and name[0] != "." and os.path.realpath(folder) not in above:
-            yield from walk(folder, skip, above)
+            yield from walk_folders(folder, skip, above)
 
 
 def read_whole(path: str) -> bytes:

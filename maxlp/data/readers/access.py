@@ -1,10 +1,12 @@
 """Access to files wherever they are: on disk, at a URL, compressed."""
 
+import glob
+import os
 import re
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from maxlp.data.readers import COMPRESSED
+from maxlp.data.readers import COMPRESSED, walk_folders
 from maxlp.runtime.files import is_url
 
 
@@ -61,3 +63,17 @@ def expand_braces(pattern: str) -> list[str]:
         middles = match[1].split(",")
     rest = expand_braces(pattern[match.end() :])
     return [pattern[: match.start()] + middle + tail for middle in middles for tail in rest]
+
+
+def expand_folders(pattern: str) -> list[str]:
+    """`a/**/b` → a/b, a/x/b, a/x/y/b …: patterns without `**`, one for each folder below a.
+
+    `glob` would follow a link to a folder above it again and again, up to the system's limit of links.
+    """
+    match = re.fullmatch(r"(.*/|)\*\*(/.*|)", pattern)
+    if not match:
+        return [pattern]
+    above, rest = match[1], match[2][1:] if match[2] else "*"
+    roots = [root for each in expand_folders(above) for root in (glob.glob(each) if each else [""])]
+    folders = [folder for root in roots for folder, _ in walk_folders(root)]
+    return [os.path.join(glob.escape(folder), rest) for folder in folders]

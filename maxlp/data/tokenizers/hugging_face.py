@@ -43,7 +43,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # A batch of one is twice as fast as `encode`, because it keeps no character offsets.
-        (encoding,) = self._tok.encode_batch_fast([as_str(text)], add_special_tokens=False)
+        try:
+            (encoding,) = self._tok.encode_batch_fast([as_str(text)], add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(
+                f"the tokenizer.json cannot encode a text ({one_line(error)}); give another data.tokenizer"
+            ) from None
         return np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -1,3 +1,5 @@
+import contextlib
+import glob
 import os
 import zlib
 
@@ -36,7 +38,29 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path):
     (tmp_path / "elsewhere/back").symlink_to(tmp_path / "data/a")
     names = [os.path.relpath(path, tmp_path / "data") for path in sorted(walk(str(tmp_path / "data")))]
     assert names == ["a/1.txt", "b/2.txt", "b/back/1.txt"]
-    assert len(make_source(f"text:{tmp_path}/data", "all")) == 3
+    for pattern in ("data", "data/**", "data/**/*.txt"):
+        assert len(make_source(f"text:{tmp_path}/{pattern}", "all")) == 3
+
+
+def test_two_stars_are_any_number_of_folders(tmp_path):
+    names = ("a.txt", "x/b.txt", "x/y/c.txt", "x/y/z/d.md", "x[1]/y/e.txt", ".hidden/f.txt", "x/.g.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    patterns = "**", "**/", "**/*.txt", "**/y/*", "x*/**/*.txt", "**/y/**", "**/**/*.txt", "x/**.txt"
+    for pattern in (f"{tmp_path}/{each}" for each in (*patterns, "no/**")):
+        expected = sorted(filter(os.path.isfile, {*glob.glob(pattern, recursive=True)}))
+        with contextlib.nullcontext() if expected else pytest.raises(ValueError, match="no file matches"):
+            assert find_files(pattern)[1] == expected
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.txt", "/**/*.txt"])
+def test_a_link_whose_target_is_missing_is_named(tmp_path, pattern):
+    (tmp_path / "1.txt").write_text("one")
+    (tmp_path / "2.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError) as caught:
+        texts_of(make_source(f"text:{tmp_path}{pattern}", "all"))
+    assert caught.value.filename == str(tmp_path / "2.txt")
 
 
 def test_braces_name_files_and_folders_in_their_order(tmp_path):

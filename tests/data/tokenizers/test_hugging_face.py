@@ -112,3 +112,16 @@ def test_word_piece_has_no_byte_lengths(tmp_path):
     assert tokenizer.decode(tokenizer.encode("def f")) == "def f"
     with pytest.raises(ValueError, match="WordPiece"):
         _ = tokenizer.byte_lengths
+
+
+def test_a_text_that_cannot_be_encoded(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    path = tmp_path / "tokenizer.json"
+    words = Tokenizer(models.WordLevel({"hello": 0}))
+    words.add_special_tokens(["</s>"])
+    words.save(str(path))
+    tok = make_tokenizer(str(path))
+    assert tok.encode("hello").tolist() == [0]
+    with pytest.raises(ValueError, match=r"cannot encode a text \(.*Missing \[UNK\] token"):
+        tok.encode("other")
