@@ -16,7 +16,7 @@ from maxlp.core.train_state import State, shardings
 from maxlp.parallel import sharding
 
 GATED = ("params", "model_state", "opt_state")  # what a rejected step leaves unchanged
-Statistics = Callable[[optax.Updates, optax.OptState], Metrics]
+Statistics = Callable[[optax.Updates, optax.OptState, optax.Updates, optax.Params], Metrics]
 UpdateArguments = Callable[[optax.Updates, Metrics], dict[str, jax.Array]]
 OptimizerMetrics = Callable[[optax.OptState], Metrics]
 AfterUpdate = Callable[[Any, dict], tuple[Any, Metrics]]
@@ -56,7 +56,7 @@ def train_step(
 
     Args:
       gates: if any of them rejects the step, params, model_state and opt_state stay as they were.
-      statistics: maps (gradients, new opt_state) to more metrics.
+      statistics: maps (gradients, new opt_state, updates, old params) to more metrics.
       update_arguments: maps (gradients, their metrics) to extra keyword arguments of ``tx.update``.
       optimizer_metrics: maps the opt_state after the step, accepted or not, to more metrics.
       after_update: maps (updated params, new model_state) to the params to keep, and metrics.
@@ -77,7 +77,8 @@ def train_step(
         params = jax.tree.map(lambda p: jax.lax.optimization_barrier(p) if p.itemsize == 2 else p, params)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
-        metrics |= {"grad_norm": global_norm(grads), **corrections, **statistics(grads, opt_state)}
+        more = statistics(grads, opt_state, updates, state["params"])
+        metrics |= {"grad_norm": global_norm(grads), **corrections, **more}
     if gates:
         accepted, gate_states, more = accept_all(gates, state, metrics)
         metrics |= more | {"skipped": 1.0 - accepted}

@@ -302,17 +302,56 @@ def gradient_lines(run: Run) -> Lines:
 
     They are frozen or cut off from the loss, or their gradients are below the smallest number of a dtype.
     """
-    prefix = "train/grad_norms/"
-    records = run.records_with(prefix)[-MAX_ENTRIES:]
-    if not records:
+    return _always_zero(run, "train/grad_norms/")
+
+
+def update_lines(run: Run) -> Lines:
+    """The first and the last update relative to the size of its tensor, and the tensors without updates.
+
+    A tensor with a wrong learning rate stands out, most of all in the first: later its size has adapted.
+    """
+    prefix = "train/update_ratios/"
+    if not (records := run.records_with(prefix)):
         return []
-    names = [name for name in records[-1] if name.startswith(prefix)]
-    zero = [name.removeprefix(prefix) for name in names if all(r.get(name) == 0 for r in records)]
+    first, last = records[0], records[-1]
+    when = f"at step {last['step']:,}{_rate(last)}"
+    lines = [("‖update‖ / ‖weight‖", f"{when}, and in brackets at step {first['step']:,}{_rate(first)}")]
+    of_first, of_last = _ranges_over_layers(first, prefix), _ranges_over_layers(last, prefix)
+    lines += [(path, f"{ratios} ({of_first.get(path, 'unknown')})") for path, ratios in of_last.items()]
+    return lines + _always_zero(run, prefix)
+
+
+def _rate(record: Mapping[str, float]) -> str:
+    rate = record.get("train/learning_rate")
+    return "" if rate is None else f" (learning rate {rate:.3g})"
+
+
+def _ranges_over_layers(record: Mapping[str, float], prefix: str) -> dict[str, str]:
+    """The least and the largest value of each tensor's layers."""
+    found: dict[str, list[float]] = {}
+    for tensor in _tensors(record, prefix):
+        path, _, layer = tensor.rpartition("/")
+        found.setdefault(path if layer.isdigit() else tensor, []).append(record[prefix + tensor])
+    ends = {path: [f"{end(values):.1e}" for end in (min, max)] for path, values in found.items()}
+    return {path: " to ".join(dict.fromkeys(each)) for path, each in ends.items()}
+
+
+def _always_zero(run: Run, prefix: str) -> Lines:
+    """The tensors for which the metrics with this prefix were zero in all of the last records."""
+    records = run.records_with(prefix)[-MAX_ENTRIES:]
+    tensors = _tensors(records[-1], prefix) if records else []
+    zero = [tensor for tensor in tensors if all(r.get(prefix + tensor) == 0 for r in records)]
     if not zero:
         return []
     more = f" and {len(zero) - MAX_ENTRIES:,} more" if len(zero) > MAX_ENTRIES else ""
     last = f"{len(records)} records" if len(records) > 1 else "record"
     return [("zero", f"{', '.join(zero[:MAX_ENTRIES])}{more}, in the last {last}")]
+
+
+def _tensors(record: Mapping[str, float], prefix: str) -> list[str]:
+    """The tensors with a metric of this prefix, which also has the largest of them as ``max``."""
+    names = (name for name in record if name.startswith(prefix) and name != f"{prefix}max")
+    return [name.removeprefix(prefix) for name in names]
 
 
 def health_lines(run: Run) -> Lines:
@@ -379,6 +418,7 @@ SECTIONS: dict[str, Callable[[Run], Lines]] = {
     "Speed": speed_lines,
     "Spikes": spike_lines,
     "Gradients": gradient_lines,
+    "Updates": update_lines,
     "Quantization": health_lines,
     "Outputs of the blocks": magnitude_lines,
     "Checkpoints": checkpoint_lines,

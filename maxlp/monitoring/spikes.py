@@ -27,7 +27,8 @@ class SpikeConfig:
       guard: "off" only records spikes. "skip" does not apply the update of a step whose loss or gradient
         norm is not finite or stands out. "rollback" returns to a checkpoint from before such a loss and
         skips the batches around it.
-      statistics: whether every step measures RMS_t and the gradient norm of each tensor.
+      statistics: whether every step measures RMS_t, the gradient norm and ‖update‖ / ‖weight‖ of each
+        tensor.
       window: number of preceding finite losses that the mean and the standard deviation are taken over.
       threshold: a loss spikes at this many standard deviations above the mean.
       min_history: number of losses before which nothing counts as a spike.

@@ -1,4 +1,4 @@
-"""Measurements of each tensor in a train step: RMS_t and the norm of its gradient.
+"""Measurements of each tensor in a train step: RMS_t, the norm of its gradient and the size of its update.
 
 Results are dicts from names such as ``layers/attn/q_proj/kernel`` to float32 arrays (*layers): one array
 holds a number for each layer of a stack, so that the host fetches a few arrays instead of hundreds. On the
@@ -8,8 +8,10 @@ host, `flat` turns them into scalars.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from maxlp.optim.rms import Rms
 from maxlp.optim.tree_utils import by_name, tensor_norm, widened
@@ -20,22 +22,40 @@ Tensors = dict[str, jax.Array]
 # --- inside the compiled step -------------------------------------------------------------------------
 
 
-def tensor_statistics(grads: optax.Updates, opt_state: optax.OptState, *, rms: Rms) -> dict[str, Tensors]:
-    """RMS_t and gradient norms of one step.
+def tensor_statistics(
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    updates: optax.Updates,
+    params: optax.Params,
+    *,
+    rms: Rms,
+) -> dict[str, Tensors]:
+    """RMS_t, gradient norms and update ratios of one step.
 
     Args:
       grads: gradients before clipping.
       opt_state: state of the optimizer after the update.
+      updates: what the optimizer adds to the parameters, weight decay included.
+      params: the parameters before the update.
       rms: the optimizer's function from (grads, opt_state) to the RMS_t of each tensor; empty where the
         optimizer does not define it.
 
     Returns:
-      ``{"grad_norms": …}``, and ``{"rms": …}`` unless that is empty.
+      ``{"grad_norms": …, "update_ratios": …}``, and ``{"rms": …}`` unless that is empty.
     """
-    found = {"grad_norms": by_name(jax.tree.map_with_path(tensor_norm, widened(grads)))}
+    found = {
+        "grad_norms": by_name(jax.tree.map_with_path(tensor_norm, widened(grads))),
+        "update_ratios": by_name(jax.tree.map_with_path(update_ratio, widened(updates), widened(params))),
+    }
     if measured := rms(grads, opt_state):
         found["rms"] = measured
     return found
+
+
+def update_ratio(path: KeyPath, update: jax.Array, p: jax.Array) -> jax.Array:
+    """‖update‖ / ‖p‖ of each layer's tensor, (*layers, …) to (*layers); 0 where the update is 0."""
+    norm = tensor_norm(path, update)
+    return jnp.where(norm == 0, 0.0, norm / tensor_norm(path, p))
 
 
 # --- on the host --------------------------------------------------------------------------------------

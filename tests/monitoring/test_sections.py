@@ -212,6 +212,25 @@ def test_gradients_that_are_always_zero_are_named(tmp_path, monkeypatch):
     assert "Gradients" not in shown(tmp_path)
 
 
+def test_the_updates_of_all_tensors_are_compared_and_those_without_are_named(tmp_path):
+    ratios = {"tok_embed/embedding": 6e-4, "layers/attn/q_proj/kernel/0": 0.03, "max": 0.03}
+    ratios |= {"layers/attn/q_proj/kernel/1": 0.032, "layers/mlp_norm/scale/0": 0.0}
+    records = [
+        {"step": n, "train/learning_rate": 3e-4 * n}
+        | {f"train/update_ratios/{name}": value / n for name, value in ratios.items()}
+        for n in (1, 2)
+    ]
+    write_records(tmp_path, records)
+    when = "at step 2 (learning rate 0.0006), and in brackets at step 1 (learning rate 0.0003)"
+    assert shown(tmp_path)["Updates"] == {
+        "‖update‖ / ‖weight‖": when,
+        "tok_embed/embedding": "3.0e-04 (6.0e-04)",
+        "layers/attn/q_proj/kernel": "1.5e-02 to 1.6e-02 (3.0e-02 to 3.2e-02)",
+        "layers/mlp_norm/scale": "0.0e+00 (0.0e+00)",
+        "zero": "layers/mlp_norm/scale/0, in the last 2 records",
+    }
+
+
 def test_the_logit_scale_of_a_clip_is_shown_with_its_beginning(tmp_path):
     write_records(
         tmp_path, [{"step": n, "train/loss": 1.0, "train/logit_scale": 10.0 * n} for n in range(1, 11)]

@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,7 +19,8 @@ def grads():
 
 
 def test_norms_of_tensors_add_up_to_the_global_norm(grads):
-    norms = statistics.per_layer(statistics.tensor_statistics(grads, None, rms=lambda *_: {})["grad_norms"])
+    found = statistics.tensor_statistics(grads, None, grads, grads, rms=lambda *_: {})
+    norms = statistics.per_layer(found["grad_norms"])
     assert set(norms) == {"tok_embed/embedding", *(f"layers/mlp/kernel/{i}" for i in range(3))}
     wide = optax.tree.cast(grads, jnp.float32)
     # Two orders of summing 320 squares in float32.
@@ -29,10 +31,22 @@ def test_the_optimizer_supplies_rms_or_it_is_left_out(grads):
     def rms(grads, opt_state):
         return {"layers/mlp/kernel": opt_state * jnp.ones(3)}
 
-    found = statistics.tensor_statistics(grads, jnp.float32(2.0), rms=rms)
+    found = statistics.tensor_statistics(grads, jnp.float32(2.0), grads, grads, rms=rms)
     np.testing.assert_array_equal(found["rms"]["layers/mlp/kernel"], [2.0, 2.0, 2.0])
     assert found["grad_norms"].keys() == {"tok_embed/embedding", "layers/mlp/kernel"}
-    assert statistics.tensor_statistics(grads, None, rms=lambda *_: {}).keys() == {"grad_norms"}
+    without = statistics.tensor_statistics(grads, None, grads, grads, rms=lambda *_: {})
+    assert without.keys() == {"grad_norms", "update_ratios"}
+
+
+def test_a_group_with_another_learning_rate_stands_out_in_its_update_ratios(grads):
+    rates = {"tok_embed": {"embedding": 1e-3}, "layers": {"mlp": {"kernel": jnp.array([1e-3, 0.03, 0.0])}}}
+    updates = jax.tree.map(lambda rate, p: -jnp.reshape(rate, (-1, *[1] * (p.ndim - 1))) * p, rates, grads)
+    params = grads | {"frozen": {"bias": jnp.zeros(3)}, "new": {"bias": jnp.zeros(3)}}
+    updates |= {"frozen": {"bias": jnp.zeros(3)}, "new": {"bias": jnp.ones(3)}}
+    found = statistics.tensor_statistics(params, None, updates, params, rms=lambda *_: {})["update_ratios"]
+    expected = {"tok_embed/embedding": 1e-3, "frozen/bias": 0.0, "new/bias": math.inf}
+    expected |= {f"layers/mlp/kernel/{i}": ratio for i, ratio in enumerate((1e-3, 0.03, 0.0))}
+    assert statistics.per_layer(found) == pytest.approx(expected, rel=2**-8)  # an update in bfloat16
 
 
 def test_metrics_are_flattened_with_the_largest_of_each_kind():
