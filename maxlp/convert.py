@@ -98,8 +98,7 @@ def define_flags() -> None:
 def main(command: str = "") -> None:
     jax.config.update("jax_platforms", "cpu")
     values = flags.FLAGS
-    if command not in COMMANDS:
-        raise ValueError(f"the first argument must be import or export, not {command!r}")
+    cli.check_first_argument(command, COMMANDS)
     for other in COMMANDS.keys() - {command}:
         for name in COMMANDS[other]:
             if values[name].present:

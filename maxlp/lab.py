@@ -90,8 +90,7 @@ def define_flags() -> None:
 
 def main(tool: str = "", directory: str = "", second: str = "") -> None:
     f = flags.FLAGS
-    if tool not in TOOLS:
-        raise ValueError(f"the first argument must be one of {', '.join(TOOLS)}, not {tool!r}")
+    cli.check_first_argument(tool, TOOLS)
     if bool(directory) == (f.config is not None):
         raise ValueError(f"give either a workdir, as in python -m maxlp.lab {tool} DIR, or --config=NAME")
     if not directory and f.out is None and f.record is None:

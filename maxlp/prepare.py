@@ -326,8 +326,7 @@ COMMANDS = {"text": text_command, "image_text": image_text_command}
 
 def main(command: str = "") -> None:
     """Runs a subcommand and prints what it wrote."""
-    if command not in COMMANDS:
-        raise ValueError(f"the first argument must be one of {', '.join(COMMANDS)}, not {command!r}")
+    cli.check_first_argument(command, COMMANDS)
     clean_up_on_sigterm()
     written = COMMANDS[command]()
     print(f"wrote {written}; use them as array_record:{flags.FLAGS.output}")

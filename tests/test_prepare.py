@@ -365,8 +365,8 @@ def test_subcommand_errors_are_one_line():
     for words in ((), ("video",)):
         with pytest.raises(ValueError) as caught:
             prepare.main(*words)
-        given = words[0] if words else ""
-        assert str(caught.value) == f"the first argument must be one of text, image_text, not {given!r}"
+        given = f", not {words[0]!r}" if words else ""
+        assert str(caught.value) == f"the first argument must be one of text, image_text{given}"
 
 
 def test_partial_files_of_other_programs_stay(corpus, tmp_path):

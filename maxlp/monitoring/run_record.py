@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from absl import logging
 
 from maxlp.monitoring.spike_records import find_spikes, recorded_spikes
 from maxlp.monitoring.spikes import Spike, SpikeConfig
-from maxlp.runtime import checkpoint
+from maxlp.runtime import checkpoint, lock
 from maxlp.runtime.files import local_path, read_json
 from maxlp.runtime.writers import parse_lines
 
@@ -64,6 +65,17 @@ class Run:
         """Every start of the run in order, including resumes, without what is null."""
         starts = self.info.get("starts", [])
         return [{key: value for key, value in start.items() if value is not None} for start in starts]
+
+    @property
+    def lock_age(self) -> float | None:
+        """Seconds since a process that trains here last renewed the lock; None if none holds it.
+
+        A process renews it every `lock.BEAT_SECONDS`, and removes it at its end unless it is killed.
+        """
+        try:
+            return max(0.0, time.time() - (self.workdir / lock.NAME).stat().st_mtime)
+        except OSError:
+            return None
 
     @property
     def num_params(self) -> int | None:

@@ -19,6 +19,8 @@ from maxlp.monitoring.rollback import read_rollbacks
 from maxlp.monitoring.run_record import Run, tail
 from maxlp.monitoring.spike_records import count_predicted, find_rms_spikes, suspect
 from maxlp.monitoring.spikes import Spike
+from maxlp.runtime.files import mirrored
+from maxlp.runtime.lock import WATCH_SECONDS
 from maxlp.runtime.messages import counted, format_seconds, rounded
 
 MAX_WIDTH = 108
@@ -94,7 +96,16 @@ def _state(run: Run) -> str:
     count_as = "" if done == run.step else f", which count as {done:,.0f}"  # AdaScale
     of_total = f"{count_as} of {total:,} ({done / total:.1%})" if total else ""
     age = format_seconds(max(0.0, time.time() - run.records[-1].get("time", 0.0)))
-    return f"at step {run.step:,}{of_total}, last record {age} ago"
+    return f"{_activity(run)} at step {run.step:,}{of_total}, last record {age} ago"
+
+
+def _activity(run: Run) -> str:
+    """Whether an unfinished run goes on, as far as its lock tells; why it ended is not recorded."""
+    if mirrored(run.workdir):  # whose lock is in the bucket
+        return "not finished:"
+    if run.lock_age is None:
+        return "stopped"
+    return "in progress" if run.lock_age < WATCH_SECONDS else "killed or suspended"
 
 
 def config_lines(run: Run) -> Lines:

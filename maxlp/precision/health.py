@@ -297,12 +297,16 @@ def _swiglu_line(stats: _OfLayers) -> str:
 
 
 def _tensor_line(stats: _OfLayers) -> str:
-    amaxes, scales = stats["amax"].values(), stats["scale"].values()
-    return (
-        f"amax {min(amaxes):.2g} to {max(amaxes):.2g}, scale {min(scales):.2g} to {max(scales):.2g}, "
-        f"age up to {max(stats['age'].values()):.0f}, {_worst(stats, 'saturated')}, "
-        f"{_worst(stats, 'underflow')}"
-    )
+    parts = [f"{name} {_range(stats[name])}" for name in ("amax", "scale")]
+    if age := max(stats["age"].values()):  # 0 for current scales
+        parts.append(f"age up to {age:.0f}")
+    return ", ".join([*parts, *(_worst(stats, name) for name in ("saturated", "underflow"))])
+
+
+def _range(of_layers: Mapping[str, float]) -> str:
+    """The least and the largest value, or the one to which both are rounded."""
+    ends = (f"{end(of_layers.values()):.2g}" for end in (min, max))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _worst(stats: _OfLayers, name: str) -> str:

@@ -12,7 +12,7 @@ import select
 import sys
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,13 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
         )
     finally:
         _drop_unread_output()
+
+
+def check_first_argument(word: str, commands: Iterable[str]) -> None:
+    """Raises a ValueError unless the first argument of a command names one of its subcommands."""
+    if word not in (known := tuple(commands)):
+        given = f", not {word!r}" if word else ""
+        raise ValueError(f"the first argument must be one of {', '.join(known)}{given}")
 
 
 def _open_closed_streams() -> None:

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import time
 
@@ -13,6 +14,7 @@ from maxlp.monitoring import sections
 from maxlp.monitoring.curves import plot_curves
 from maxlp.monitoring.run_record import load_run
 from maxlp.run import run_dir
+from maxlp.runtime import lock
 from maxlp.runtime.checkpoint import StepInfo
 from maxlp.runtime.files import write_json
 from tests.monitoring.fixtures import write_records, write_run, write_spike
@@ -89,13 +91,20 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     write_run(tmp_path, steps=120)
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 130, "train/lo')
-    assert shown(tmp_path)["Run"]["state"].startswith("at step 120 of 400 (30.0%), last record 0:0")
+    state = "at step 120 of 400 (30.0%), last record 0:0"
+    assert shown(tmp_path)["Run"]["state"].startswith(f"stopped {state}")
+    (tmp_path / lock.NAME).write_text("{}")
+    assert shown(tmp_path)["Run"]["state"].startswith(f"in progress {state}")
+    long_ago = time.time() - lock.WATCH_SECONDS - 1
+    os.utime(tmp_path / lock.NAME, (long_ago, long_ago))
+    assert shown(tmp_path)["Run"]["state"].startswith(f"killed or suspended {state}")
+    (tmp_path / lock.NAME).unlink()
     for wrong in ('{"starts": [3]}', '{"starts": [{"step": "a"}]}', None):
         (tmp_path / "run.json").write_text(wrong) if wrong else (tmp_path / "run.json").unlink()
         for config in ('{"model": 3, "train": []}', '{"data": {"batch_size": "a"}}', '{"model": {"na'):
             (tmp_path / "config.json").write_text(config)
             text = shown(tmp_path)
-    assert text["Run"]["state"].startswith("at step 120, last record 0:0")
+    assert text["Run"]["state"].startswith("stopped at step 120, last record 0:0")
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
@@ -116,7 +125,7 @@ def test_a_run_whose_data_has_ended_is_finished_until_it_goes_on(tmp_path):
     assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
     records.append({"step": 28, "time": time.time(), "train/loss": 1.0})
     write_records(tmp_path, records)
-    assert shown(tmp_path)["Run"]["state"].startswith("at step 28 of 100")
+    assert shown(tmp_path)["Run"]["state"].startswith("stopped at step 28 of 100")
 
 
 def test_a_run_whose_steps_count_as_more_than_one(tmp_path):
@@ -124,7 +133,7 @@ def test_a_run_whose_steps_count_as_more_than_one(tmp_path):
     records = [{"step": 10, "time": time.time(), "train/tau": 40.0}, {"step": 10, "time": time.time()}]
     write_records(tmp_path, records)
     state = shown(tmp_path)["Run"]["state"]
-    assert state.startswith("at step 10, which count as 40 of 100 (40.0%), last record 0:0")
+    assert state.startswith("stopped at step 10, which count as 40 of 100 (40.0%), last record 0:0")
     records.append({"step": 27, "time": time.time(), "train/tau": 101.5})
     write_records(tmp_path, records)
     assert shown(tmp_path)["Run"]["state"] == "finished, 27 steps"
@@ -245,7 +254,11 @@ def test_quantization_is_that_of_the_last_measurement(tmp_path):
     write_records(tmp_path, records)
     text = shown(tmp_path)["Quantization"]
     assert text["measured at"] == "step 10"
-    assert "amax 2 to 2" in text["layers/mlp input"] and "saturated 25.00%" in text["layers/mlp input"]
+    assert text["layers/mlp input"].startswith("amax 2, scale 0.5, age up to 1, saturated 25.00%")
+    current = health | {"health/layers/mlp/0/input/age": 0.0, "health/layers/mlp/1/input/amax": 3.0}
+    write_records(tmp_path, [{"step": 5} | current])
+    text = shown(tmp_path)["Quantization"]
+    assert text["layers/mlp input"].startswith("amax 2 to 3, scale 0.5, saturated 25.00%")
 
 
 def test_magnitudes_are_those_of_the_first_and_the_last_measurement(tmp_path):
