@@ -228,8 +228,10 @@ def _switched(recipe, gemm, on, high, low, quantized, exact, how) -> tuple[jax.A
         a0, b0 = (x for _, x, _ in forms)
         a, b = (jnp.where(on[i], q, x) for i, (q, x, _) in enumerate(forms))
         y0, y = multiply(a0, b0), multiply(a, b)
-        difference, size = (jnp.linalg.norm(a.ravel()) for a in (y - y0, y0))
         # Zeros have no error: an idle stage has no gradient, nor has a microbatch without targets.
+        largest = jnp.max(jnp.abs(y0))
+        unit = jnp.where(largest == 0, 1.0, largest)  # squares of gradients below 1e-19 would underflow
+        difference, size = (jnp.linalg.norm(a.ravel() / unit) for a in (y - y0, y0))
         error = difference / jnp.where(size == 0, 1.0, size)
         return y.astype(dtype), statistics(forms, error)
 
