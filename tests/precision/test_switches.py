@@ -180,7 +180,8 @@ def test_the_error_is_relative_to_the_product_in_high_precision(size):
     y, y0 = dot(x, kernel, numbers), layers.dot_general(x, kernel, numbers, preferred_element_type=None)
     error = float(dot.forward_statistics[0, switches.STATISTICS.index("error")])
     # Norms, summed in float32.
-    assert error == pytest.approx(float(jnp.linalg.norm((y - y0) / size) / jnp.linalg.norm(y0 / size)), rel=1e-5)
+    difference, norm = (float(jnp.linalg.norm(a / size)) for a in (y - y0, y0))
+    assert error == pytest.approx(difference / norm, rel=1e-5)
 
 
 def test_the_operands_of_a_recipe():
