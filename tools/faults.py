@@ -2806,7 +2806,7 @@ MONITORING = [
         "monitoring/sections.py",
         "monitoring/test_sections.py",
         ("c.num_bytes / 2**20", "c.num_bytes / 1e6"),
-        ("if all(r.get(name) == 0", "if any(r.get(name) == 0"),
+        ("if all(r.get(prefix + tensor) == 0", "if any(r.get(prefix + tensor) == 0"),
         ("int(np.nanargmin(values))", "int(np.nanargmax(values))"),
         ("batches {begin + 1:,} to {end:,}", "batches {begin:,} to {end:,}"),
         ("(5, 50, 95)", "(5, 50, 100)"),
