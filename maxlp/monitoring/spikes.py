@@ -27,8 +27,9 @@ class SpikeConfig:
       guard: "off" only records spikes. "skip" does not apply the update of a step whose loss or gradient
         norm is not finite or stands out. "rollback" returns to a checkpoint from before such a loss and
         skips the batches around it.
-      statistics: whether every step measures RMS_t, the gradient norm and ‖update‖ / ‖weight‖ of each
-        tensor.
+      statistics: whether every step measures RMS_t and the gradient norm of each tensor.
+      update_ratios: whether every step also measures ‖update‖ / ‖weight‖ of each tensor. On a GPU this
+        reads the parameters once more, and keeps the updates of 16-bit parameters in float32.
       window: number of preceding finite losses that the mean and the standard deviation are taken over.
       threshold: a loss spikes at this many standard deviations above the mean.
       min_history: number of losses before which nothing counts as a spike.
@@ -45,11 +46,12 @@ class SpikeConfig:
         skip does not count while the loss scale of float16 training falls.
 
     Raises:
-      ValueError: an unknown guard, or a number below its lower bound.
+      ValueError: an unknown guard, a number below its lower bound, or `update_ratios` without `statistics`.
     """
 
     guard: Annotated[str, OneOf(GUARDS)] = "off"
     statistics: bool = True
+    update_ratios: bool = False
     window: Count = 64
     threshold: Positive = 3.2
     min_history: Count = 16
@@ -65,6 +67,8 @@ class SpikeConfig:
         schema.check(self)
         if self.window < self.min_history:
             raise ValueError(f"window={self.window} must be at least min_history={self.min_history}")
+        if self.update_ratios and not self.statistics:
+            raise ValueError("update_ratios=True needs statistics=True")
 
 
 class Spike(NamedTuple):

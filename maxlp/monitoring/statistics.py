@@ -29,8 +29,9 @@ def tensor_statistics(
     params: optax.Params,
     *,
     rms: Rms,
+    update_ratios: bool = False,
 ) -> dict[str, Tensors]:
-    """RMS_t, gradient norms and update ratios of one step.
+    """RMS_t, gradient norms and, if asked for, update ratios of one step.
 
     Args:
       grads: gradients before clipping.
@@ -39,14 +40,15 @@ def tensor_statistics(
       params: the parameters before the update.
       rms: the optimizer's function from (grads, opt_state) to the RMS_t of each tensor; empty where the
         optimizer does not define it.
+      update_ratios: whether to measure ‖update‖ / ‖weight‖ too.
 
     Returns:
-      ``{"grad_norms": …, "update_ratios": …}``, and ``{"rms": …}`` unless that is empty.
+      ``{"grad_norms": …}``, ``{"update_ratios": …}`` if asked for, and ``{"rms": …}`` unless that is empty.
     """
-    found = {
-        "grad_norms": by_name(jax.tree.map_with_path(tensor_norm, widened(grads))),
-        "update_ratios": by_name(jax.tree.map_with_path(update_ratio, widened(updates), widened(params))),
-    }
+    found = {"grad_norms": by_name(jax.tree.map_with_path(tensor_norm, widened(grads)))}
+    if update_ratios:
+        ratios = jax.tree.map_with_path(update_ratio, widened(updates), widened(params))
+        found["update_ratios"] = by_name(ratios)
     if measured := rms(grads, opt_state):
         found["rms"] = measured
     return found

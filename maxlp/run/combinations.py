@@ -69,6 +69,8 @@ def release_refusal(s: Settings, machine: Machine) -> str | None:
         (stages > 1, f"mesh.stage={stages}", "mesh.stage=1"),
         # A gate rejects a step after its gradients are known, when released ones are applied already.
         (s.spikes.guard == "skip", "spikes.guard=skip", "spikes.guard=rollback or off"),
+        # Neither gradients nor updates of all tensors are at hand at the end of the step.
+        (s.spikes.update_ratios, "spikes.update_ratios=True", "spikes.update_ratios=False"),
         (loss_scale is not None, "precision.loss_scale", "model.dtype=bfloat16 and no loss scale"),
     )
     feature = "train.release_gradients=True, which updates each layer in the backward pass"

@@ -175,7 +175,9 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
     else:
         statistics: Statistics = train_step.nothing
         if s.spikes.statistics:
-            statistics = functools.partial(tensor_statistics, rms=optimizer.rms)
+            statistics = functools.partial(
+                tensor_statistics, rms=optimizer.rms, update_ratios=s.spikes.update_ratios
+            )
         step = functools.partial(
             train_step.train_step, gradients=gradients, gates=gates, statistics=statistics
         )

@@ -171,7 +171,8 @@ def sections(model: dict, data: dict, loss: dict) -> ConfigDict:
     c.spikes = ConfigDict(
         dict(
             guard="off",  # or "skip", "rollback"
-            statistics=True,  # gradient norm, RMS_t and relative update of every tensor
+            statistics=True,  # gradient norm and RMS_t of every tensor
+            update_ratios=False,  # ‖update‖ / ‖weight‖ of every tensor
             window=64,
             threshold=3.2,
             min_history=16,

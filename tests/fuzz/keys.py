@@ -220,6 +220,7 @@ SHARED: dict[str, Kind] = {
     "train.lora.targets": Group(((), (7,), "q_proj", 7, ("no/such/path",))),
     "spikes.guard": Name(),
     "spikes.statistics": Switch(),
+    "spikes.update_ratios": Switch(),
     "spikes.window": SIZE,
     "spikes.threshold": POSITIVE,
     "spikes.min_history": SIZE,

@@ -30,6 +30,7 @@ def test_a_resumed_detector_finds_the_same_spikes():
     [
         (dict(guard="stop"), "guard='stop' is unknown; one of off, skip, rollback"),
         (dict(window=8), "window=8 must be at least min_history=16"),
+        (dict(statistics=False, update_ratios=True), "update_ratios=True needs statistics=True"),
         (dict(threshold=0.0), r"threshold=0.0 must be above 0"),
         (dict(lead=0), "lead=0 must be at least 1"),
     ],

@@ -234,6 +234,7 @@ COMMON: dict[str, list[Changes]] = {
         *each("spikes.guard", "skip", "rollback"),
         *each("spikes.window", 4, spikes__guard="skip", spikes__min_history=2),
         *each("spikes.statistics", False),
+        *each("spikes.update_ratios", True),
         *each("precision.health_every", 2, precision__recipe="fp8_delayed"),
         *each("precision.sharpness_every", 2),
         *each("precision.magnitudes_every", 2),

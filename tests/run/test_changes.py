@@ -42,7 +42,7 @@ FREE = {
     "optimizer": "name learning_rate schedule warmup_steps final_lr_fraction decay_fraction clip_norm "
     "weight_decay decay_embeddings decay_with_clip b1 b2 eps mu_dtype options adagc galore low_bit "
     "adascale param_rounding offload",
-    "spikes": "guard statistics window threshold min_history merge_steps rms_threshold lead "
+    "spikes": "guard statistics update_ratios window threshold min_history merge_steps rms_threshold lead "
     "guard_threshold rewind_steps skip_batches max_actions",
     "checkpoint": "every_steps keep_last keep_every",
     "metrics": "console tensorboard wandb_project wandb_group wandb_tags",

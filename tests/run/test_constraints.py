@@ -263,6 +263,7 @@ REFUSED = {
         (RELEASED | ADASCALE, 1, "cpu", "optimizer.adascale=2.0"),
         (RELEASED | {"mesh.stage": 2}, 2, "cpu", "mesh.stage=1"),
         (RELEASED | {"spikes.guard": "skip"}, 1, "cpu", "rollback"),
+        (RELEASED | {"spikes.update_ratios": True}, 1, "cpu", "spikes.update_ratios=False"),
         (RELEASED | {"precision.loss_scale.initial": 1.0}, 1, "cpu", "loss_scale"),
         (RELEASED | {"model.remat": "offload"}, 1, "cpu", "model.remat=block"),
     ],
