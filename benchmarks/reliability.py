@@ -1,4 +1,4 @@
-"""Does a run lose anything? Kills, damaged files, second starts, clocks set back, full disks.
+"""Does a run lose anything? Kills, damaged files, second launches, clocks set back, full disks.
 
     python -m benchmarks.reliability --work=/dev/shm/reliability
 
@@ -268,8 +268,8 @@ CASES: dict[str, tuple[Callable[[Campaign, Path, random.Random], str | Counter[s
     # name: function, cases, events in a case
     "kill -9": (kill, 20, 5),
     "damaged file": (damage, 200, 1),
-    "second start in a live run": (late_start, 20, 1),
-    "four starts at once": (second_start, 5, 3),
+    "second launch in a live run": (late_start, 20, 1),
+    "four launches at once": (second_start, 5, 3),
     "clock set back by 1 h or 30 d": (clock, 15, 20),
     "disk full": (full_disk, 24, 1),
 }

@@ -178,7 +178,7 @@ def _save_run(workdir: Path, name: str, model: dict[str, Any], params: dict, sou
         checkpoints.save(0, {"params": params, "model_state": {}}, data_state={})
     _copy_tokenizer(source, workdir)
     c = dict(model=dict(name=name, **model), precision=PRECISION, data=dict(tokenizer="tokenizer.json"))
-    run_dir.record_start(workdir, ConfigDict(c), 0, num_params(params))
+    run_dir.record_launch(workdir, ConfigDict(c), 0, num_params(params))
 
 
 def _to_jax(tree: dict) -> dict:

@@ -44,8 +44,8 @@ from maxlp.parallel.batches import one_pass
 from maxlp.run import changes, cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
+from maxlp.run.launch import check_launch
 from maxlp.run.settings import Settings
-from maxlp.run.start import check_start
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import cpu, distributed, files, hardware, preemption, verification
 from maxlp.runtime.checkpoint import Checkpointer, ClockSetBackError
@@ -101,7 +101,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     # --- The training state as shapes and shardings, and the step that updates it.
     graphdef, abstract = run.abstract_state()
     print_primary(describe(run, abstract))
-    train_step = run.jit_step(graphdef, abstract, resumes=check_start(run, abstract, workdir, changed))
+    train_step = run.jit_step(graphdef, abstract, resumes=check_launch(run, abstract, workdir, changed))
     if flags.FLAGS.dry_run:
         train_step.trace(abstract, run.abstract_batch())
         return dry_run(run, graphdef, workdir)
@@ -124,7 +124,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         print_primary(f"{workdir} is at step {progress}: nothing is left to train")
         return 0
     batches.start_prefetch()
-    run_dir.record_start(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
+    run_dir.record_launch(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = (compiled or compile_in_background(*to_compile)).result()
@@ -185,7 +185,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
 
 
 def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
-    """Prints and returns what differs from the last start; raises for a change that must not happen."""
+    """Prints and returns what differs from the last launch; raises for a change that must not happen."""
     if flags.FLAGS.dry_run:
         values = json.loads(c.to_json_best_effort())  # lists, where YAML would write !!python/tuple
         print_primary(ConfigDict(values))  # before the summary, which then remains in sight in a terminal
@@ -195,7 +195,7 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
         processes.check(c, flags.FLAGS.workdir)
     changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
-        print_primary(f"changed since the last start: {line}")
+        print_primary(f"changed since the last launch: {line}")
     if s.train.init_from or s.data.tokenizer.startswith("hf:"):
         from maxlp.run import pretrained  # few runs need it
 
@@ -205,7 +205,7 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
 
 
 def dry_run(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> int:
-    """Opens the data as a real start does, but in a scratch folder."""
+    """Opens the data as a real launch does, but in a scratch folder."""
     with run_dir.scratch(workdir) as folder:
         open_data(run, graphdef, folder)
     return 0
@@ -259,13 +259,13 @@ def compile_in_background(
 
 
 def keep_compiled_programs(folder: Path) -> None:
-    """Lets JAX keep what it compiles for later starts; without a folder to keep it in, says so."""
+    """Lets JAX keep what it compiles for later launches; without a folder to keep it in, says so."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # it may exist on a read-only file system
     except OSError as error:
         print_primary(
-            f"the next start will compile again: {folder} cannot be written to ({error.strerror}); set "
+            f"the next launch will compile again: {folder} cannot be written to ({error.strerror}); set "
             "XDG_CACHE_HOME to a folder that you can write to"
         )
     else:
@@ -282,7 +282,7 @@ def restore_or_init(
 ) -> tuple[State, int, dict[str, Any]]:
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
     if (restored := checkpoints.restore_latest(abstract, CORE)) is None:
-        if not changes.repeats_the_last_start(workdir, changed):
+        if not changes.repeats_the_last_launch(workdir, changed):
             rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract, workdir), 0, {}
     if run.settings.precision.high_precision_from:

@@ -454,7 +454,7 @@ def test_a_run_continues_on_another_mesh_with_equal_losses(tmp_path):
         "--config.mesh.tensor=4",
         devices=8,
     )
-    assert "changed since the last start: config.mesh.tensor: 1 -> 4" in out
+    assert "changed since the last launch: config.mesh.tensor: 1 -> 4" in out
     got, want = losses(moved), losses(reference)
     assert got.keys() == want.keys()
     assert all(math.isclose(got[n], want[n], rel_tol=1e-4) for n in want), (got, want)

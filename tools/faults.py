@@ -2798,7 +2798,7 @@ MONITORING = [
         ("            end = begin\n", ""),
         ("bool(names) and all(", "bool(names) and any("),
         ("seen += (end - begin) * start.get(", "seen += end * start.get("),
-        ('self.starts[-1].get("num_params")', 'self.starts[0].get("num_params")'),
+        ('self.launches[-1].get("num_params")', 'self.launches[0].get("num_params")'),
         ("len(losses) // 10))", "len(losses) // 5))"),
         ('(self.setting("data", "seq_len") or 1)', '(self.setting("data", "seq_len") or 0)'),
     ),

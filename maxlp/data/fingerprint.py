@@ -1,4 +1,4 @@
-"""A cheap fingerprint of the files that a run learns from, to notice when they change between two starts.
+"""A cheap fingerprint of the files that a run learns from, to notice when they change between two launches.
 
 It covers the names of all files relative to their common folder, their sizes, and content: all of it for at
 most `WHOLE_FILES` files of at most `WHOLE_BYTES` bytes together, samples otherwise, spread evenly over all

@@ -281,7 +281,7 @@ class ImageTextDataset:
         examples = counted(len(self.examples), "example")
         if not steps:
             return examples
-        from maxlp.data import estimates  # only a start needs them
+        from maxlp.data import estimates  # only a launch needs them
 
         epochs = steps * self.config.batch_size / len(self.examples)
         ends = estimates.early_end(self.config.num_epochs, self.steps_per_epoch, steps)
@@ -326,7 +326,7 @@ class ImageTextIterator(common.PrefetchingIterator):
         self._dataset, self._step = dataset, 0
         self._broken: set[int] = set()  # found by this process
         self._broken_elsewhere: dict[int, set[int]] = {}  # by other processes, before the last resume
-        self._num_texts = self._num_cut = 0  # since this start
+        self._num_texts = self._num_cut = 0  # since this launch
         rows = dataset.config.batch_size // dataset.process_count
         self._chunk_rows = common.largest_divisor(rows, CHUNK_ROWS)
         self._chunks_per_step = rows // self._chunk_rows
@@ -336,7 +336,7 @@ class ImageTextIterator(common.PrefetchingIterator):
 
         `data/skipped` counts the different broken examples since the run began: those that this
         process has found, and those that all processes had found before the last resume.
-        `data/texts_cut` is the fraction of this process's texts since the start that have more tokens
+        `data/texts_cut` is the fraction of this process's texts since its launch that have more tokens
         than `text_len`.
         """
         values = {

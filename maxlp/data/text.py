@@ -258,7 +258,7 @@ class TextDataset:
         Args:
           steps: of training, for which the epochs are counted; 0 for validation data.
         """
-        from maxlp.data import estimates  # only a start needs them
+        from maxlp.data import estimates  # only a launch needs them
 
         return estimates.describe(self.sources, self.tokenizer, self.settings, steps)
 
@@ -299,7 +299,7 @@ class TextIterator(common.PrefetchingIterator):
     def metrics(self) -> dict[str, float]:
         """`data/conversations_cut` and `data/conversations_skipped`, where they are not zero.
 
-        They are fractions of the conversations that this process has read since the start or the last
+        They are fractions of the conversations that this process has read since its launch or the last
         resume; no other text is ever skipped.
         """
         total: Counter[str] = sum(self._counts.values(), Counter())

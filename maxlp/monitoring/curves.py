@@ -58,7 +58,7 @@ def loss_panel(axes: "Axes", run: Run) -> None:
             label = f"{prefix} ({run.validation_part(prefix)}), {evals[-1]:#.4g} at the end"
             axes.plot(eval_steps, evals, style, color=ORANGE, markersize=4.5, linewidth=1.2, label=label)
     _mark_spikes(axes, run.spikes, run.spike_config.merge_steps)
-    if resumes := sum(bool(start.get("step")) for start in run.starts):
+    if resumes := sum(bool(launch.get("step")) for launch in run.launches):
         axes.plot([], [], ":", color=GREY, label=counted(resumes, "resume"))
     scale = _log_scale(axes, losses)
     _, labels = axes.get_legend_handles_labels()
@@ -176,6 +176,6 @@ def _finish_axes(axes: "Axes", run: Run) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(left=0)
-    for start in run.starts:
-        if start.get("step"):
-            axes.axvline(start["step"], color=GREY, linewidth=1, linestyle=":")
+    for launch in run.launches:
+        if launch.get("step"):
+            axes.axvline(launch["step"], color=GREY, linewidth=1, linestyle=":")

@@ -25,7 +25,7 @@ class RollbackRequested(Exception):
 
 
 def roll_back(workdir: Path, spike: Spike, config: SpikeConfig) -> str:
-    """Makes the next start of a run begin before a spike and skip the batches around it.
+    """Makes the next launch of a run begin before a spike and skip the batches around it.
 
     Checkpoints newer than the one chosen by `rollback_target` are renamed to ``<step>.rolled_back`` and
     never deleted. `spikes/rollbacks.json` records the batches to skip. All processes call this, with the

@@ -27,8 +27,8 @@ _NUMBERS = {  # those that a report computes with, by section of the config
 }
 _CONFIG = {name: (dict.fromkeys(keys, (int, _NONE)), _NONE) for name, keys in _NUMBERS.items()}
 _COUNTS = ("step", "num_params", "units_per_step", "num_devices", "num_processes")
-_START = dict.fromkeys(_COUNTS, (int, _NONE)) | dict.fromkeys(("command", "git"), (str, _NONE))
-_START |= {"versions": (dict, _NONE)}
+_LAUNCH = dict.fromkeys(_COUNTS, (int, _NONE)) | dict.fromkeys(("command", "git"), (str, _NONE))
+_LAUNCH |= {"versions": (dict, _NONE)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Run:
     Attributes:
       workdir: the directory.
       config: the resolved config, `config.json`.
-      info: `run.json`, which lists every start of the run.
+      info: `run.json`, which lists every launch of the run.
       checkpoints: what the directory of checkpoints holds, oldest step first.
       spike_records: those of the spikes that the run recorded, in order.
     """
@@ -61,10 +61,10 @@ class Run:
         return read_jsonl(self.workdir / "metrics.jsonl")
 
     @property
-    def starts(self) -> list[dict[str, Any]]:
-        """Every start of the run in order, including resumes, without what is null."""
-        starts = self.info.get("starts", [])
-        return [{key: value for key, value in start.items() if value is not None} for start in starts]
+    def launches(self) -> list[dict[str, Any]]:
+        """Every launch of the run in order, including resumes, without what is null."""
+        launches = self.info.get("starts", [])
+        return [{key: value for key, value in launch.items() if value is not None} for launch in launches]
 
     @property
     def lock_age(self) -> float | None:
@@ -79,8 +79,8 @@ class Run:
 
     @property
     def num_params(self) -> int | None:
-        """Number of model parameters, if the newest start recorded it."""
-        return self.starts[-1].get("num_params") if self.starts else None
+        """Number of model parameters, if the newest launch recorded it."""
+        return self.launches[-1].get("num_params") if self.launches else None
 
     @property
     def step(self) -> int:
@@ -107,9 +107,9 @@ class Run:
     def units_seen(self) -> int:
         """How many tokens or images the finished updates have processed, of whatever batch size."""
         seen, end = 0, self.step
-        for start in reversed(self.starts):
-            begin = min(end, start.get("step", 0))
-            seen += (end - begin) * start.get("units_per_step", self.units_per_step)
+        for launch in reversed(self.launches):
+            begin = min(end, launch.get("step", 0))
+            seen += (end - begin) * launch.get("units_per_step", self.units_per_step)
             end = begin
         return seen + end * self.units_per_step
 
@@ -193,7 +193,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     return Run(
         workdir=workdir,
         config=_read_json(workdir / "config.json", _CONFIG),
-        info=_read_json(workdir / "run.json", {"starts": [_START]}),
+        info=_read_json(workdir / "run.json", {"starts": [_LAUNCH]}),
         checkpoints=_list_checkpoints(workdir / "checkpoints"),
         spike_records=recorded_spikes(workdir),
     )

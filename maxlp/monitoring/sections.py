@@ -60,18 +60,18 @@ def _wrap(label: str, text: str) -> str:
 
 
 def run_lines(run: Run) -> Lines:
-    """State of the run, its first and last starts, and device, command and versions of the newest."""
-    starts = []
-    for i, start in enumerate(run.starts):
+    """State of the run, its first and last launches, and device, command and versions of the newest."""
+    launches = []
+    for i, launch in enumerate(run.launches):
         event = "restarted" if i else "started"
-        if start.get("step"):
+        if launch.get("step"):
             event = "resumed"
-        starts.append((event, f"{start.get('time', '?')} at step {start.get('step', '?')}"))
-    if hidden := starts[1 : 1 - MAX_ENTRIES]:
-        starts = [starts[0], ("", f"and {len(hidden):,} more"), *starts[1 - MAX_ENTRIES :]]
-    lines = [("directory", str(run.workdir)), ("state", _state(run)), *starts]
-    if run.starts:
-        newest = run.starts[-1]
+        launches.append((event, f"{launch.get('time', '?')} at step {launch.get('step', '?')}"))
+    if hidden := launches[1 : 1 - MAX_ENTRIES]:
+        launches = [launches[0], ("", f"and {len(hidden):,} more"), *launches[1 - MAX_ENTRIES :]]
+    lines = [("directory", str(run.workdir)), ("state", _state(run)), *launches]
+    if run.launches:
+        newest = run.launches[-1]
         device = f"{newest.get('num_devices', '?')} × {newest.get('device_kind', '?')}"
         processes = counted(newest.get("num_processes", 1), "process", "processes")
         versions = {"python": newest.get("python", "?"), **newest.get("versions", {})}
@@ -218,11 +218,11 @@ def data_lines(run: Run) -> Lines:
         _, fractions = run.series(f"data/conversations_{name}")
         if len(fractions):
             limit = run.setting("data", "seq_len")
-            text = f"{fractions[-1]:.1%} since the last start ({done} data.seq_len={limit})"
+            text = f"{fractions[-1]:.1%} since the last launch ({done} data.seq_len={limit})"
             lines.append((f"conversations {name}", text))
     if len(truncated):
         limit = run.setting("data", "text_len")
-        text = f"{truncated[-1]:.1%} since the last start (longer than data.text_len={limit})"
+        text = f"{truncated[-1]:.1%} since the last launch (longer than data.text_len={limit})"
         lines.append(("truncated texts", text))
     return lines
 

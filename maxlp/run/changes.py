@@ -39,7 +39,7 @@ OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
 
 def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str, str]:
-    """Compares a config with the one of the run's last start.
+    """Compares a config with that of the run's last launch.
 
     Args:
       allow: whether a resumed run may have another model or other data.
@@ -52,7 +52,7 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     """
     if not (path := workdir / "config.json").exists():
         if saved_data_state(workdir) is not None:
-            print_primary(f"{path} is missing: what this start changes of the run's config is not known")
+            print_primary(f"{path} is missing: what this launch changes in the run's config is not known")
         return {}
     from maxlp.run import earlier_versions  # new runs do not need it
 
@@ -81,8 +81,8 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     return changes
 
 
-def repeats_the_last_start(workdir: Path, changed: Iterable[str]) -> bool:
-    """Whether a start without a checkpoint repeats an earlier one; otherwise it begins another run.
+def repeats_the_last_launch(workdir: Path, changed: Iterable[str]) -> bool:
+    """Whether a launch without a checkpoint repeats an earlier one; otherwise it begins another run.
 
     A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
     except for sections that do not affect training.

@@ -26,7 +26,7 @@ from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
 from maxlp.runtime.files import shown
 
 # Errors of paths, and the limit of open files, are the user's to solve; other system errors, such as a full
-# disk, may be gone at a restart.
+# disk, may be gone at the next launch.
 PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 USER_ERROR_NUMBERS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.EMFILE)
 # JAX raises a `ValueError` or a `JaxRuntimeError`, with one of these in front, when a program on the

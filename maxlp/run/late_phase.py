@@ -47,7 +47,7 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
 def begin(s: Settings, step: int, workdir: Path) -> None:
     """Keeps the precision of the steps up to this one, if it is the last one before the late phase.
 
-    `config.json` is then still that of the last start.
+    `config.json` is then still that of the last launch.
 
     Args:
       step: of the restored checkpoint.

@@ -124,11 +124,11 @@ def reopened(
 
 def _check_devices(s: Settings, workdir: Path) -> None:
     """Raises a ValueError unless the mesh fits the devices here; that of a run cannot be changed."""
-    starts = load_run(workdir).starts
+    launches = load_run(workdir).launches
     try:
         s.machine_of(jax.devices())
     except ConfigError as error:
-        if not starts or not (needed := starts[-1].get("num_devices")):
+        if not launches or not (needed := launches[-1].get("num_devices")):
             raise
         simulated = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ValueError(

@@ -1,7 +1,7 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every start of the run: time, step, command, git revision, versions, devices; the step of the
+run.json      every launch of the run: time, step, command, git revision, versions, devices; the step of the
               last checkpoint that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
@@ -80,7 +80,7 @@ def check_writable(directory: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def scratch(workdir: Path) -> Iterator[Path]:
-    """A temporary folder in place of a workdir: a dry run does there what a start does to the workdir.
+    """A temporary folder in place of a workdir: a dry run does there what a launch does to the workdir.
 
     It holds links to what the workdir holds; files are replaced by renaming, which replaces the link. The
     message of a ValueError names the workdir instead of it.
@@ -109,7 +109,7 @@ def load_config(workdir: Path) -> ConfigDict:
       ValueError: the directory holds no run, or its config is damaged.
     """
     path = workdir / "config.json"
-    remedy = "put back a good copy, or delete it: the next start of the run's command writes it again"
+    remedy = "put back a good copy, or delete it: the next launch of the run writes it again"
     if "model_type" in read_json(path, {}, remedy=remedy):
         raise ValueError(
             f"{path} is a Hugging Face config; train --from={workdir} in another --workdir, or import the "
@@ -135,8 +135,10 @@ def is_imported(config: Container[str]) -> bool:
     return "mesh" not in config and "train" not in config
 
 
-def record_start(workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0) -> None:
-    """Records the config and a start at ``step``; from then on a step takes ``units_per_step`` units."""
+def record_launch(
+    workdir: Path, c: ConfigDict, step: int, num_params: int, units_per_step: int = 0
+) -> None:
+    """Records the config and a launch at ``step``; from then on a step takes ``units_per_step`` units."""
     if not is_primary():
         return
     record = _read_record(workdir)
@@ -211,7 +213,7 @@ def check_checkpoints(workdir: Path) -> None:
 
 
 def _read_record(workdir: Path) -> dict[str, Any]:
-    remedy = "put back a good copy, or delete it: only the history of starts is lost"
+    remedy = "put back a good copy, or delete it: only the history of launches is lost"
     number = (int, type(None))
     fields = {"starts": [{"step": number}], "last_checkpoint": number, "hub_commits": (dict, type(None))}
     return read_json(workdir / "run.json", {"starts": []}, fields=fields, remedy=remedy)

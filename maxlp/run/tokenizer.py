@@ -2,7 +2,7 @@
 
 ``config.data.tokenizer`` is a spec of `data.tokenizers.make_tokenizer`, or ``bpe:V``: a byte-level BPE of V
 tokens, trained on a sample of the corpus when the run begins, which takes seconds. Until the first
-checkpoint every start makes the file anew, so that none remains from a start with other data. Checkpoints
+checkpoint every launch makes the file anew, so that none remains from a launch with other data. Checkpoints
 record the fingerprint of the tokenizer that they were trained with, and the data that it was learned from.
 """
 
@@ -50,7 +50,7 @@ def _check_replaces_nothing(workdir: Path, made: Tokenizer) -> None:
     for path in (workdir / name for name in (*FILES, *COMPANIONS)):
         if path.exists() and path.read_bytes() != made.files.get(path.name):
             raise ConfigError(
-                f"--workdir={workdir} holds no run, but a {path.name} that this start would replace; "
+                f"--workdir={workdir} holds no run, but a {path.name} that this launch would replace; "
                 "choose another folder, or move the file away"
             )
 

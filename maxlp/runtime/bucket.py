@@ -7,7 +7,7 @@
 
 The store computes MD5 sums of what arrives, so neither saving nor verifying reads the files back; where it
 does not keep them (as with keys of a customer on S3), files are read and get CRC-32 sums as on disk. A step
-without a manifest is being written, or was left behind by a kill, and is deleted at the next start.
+without a manifest is being written, or was left behind by a kill, and is deleted at the next launch.
 Functions take the local mirror of a step, see `mirror`, which gets the record and the manifest too.
 """
 

@@ -7,7 +7,7 @@ and does not fall back to an older step when the newest is damaged; this file ad
         state/ ...           the arrays (Orbax)
         checkpoint.json      step, shape and dtype of every array, state of the data, meta
         manifest.txt         checksums of all files above, see `manifest`
-    DIR/300.unfinished/      being written; left behind by a kill, removed at the next start
+    DIR/300.unfinished/      being written; left behind by a kill, removed at the next launch
     DIR/300.damaged/         did not match its manifest when a run resumed; kept for inspection
     DIR/300.removed/         being deleted because newer checkpoints are complete
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # The commit of each id that this process has used. A branch moves, so an id is resolved once; a run records
-# its commits in run.json, and its next starts use these (`run.run_dir`).
+# its commits in run.json, and its next launches use these (`run.run_dir`).
 commits: dict[str, str] = {}
 _folders: dict[tuple, Path] = {}  # of what was fetched, as the library asks the Hub again each time
 

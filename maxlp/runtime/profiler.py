@@ -12,7 +12,7 @@ from maxlp.schema import Count, CountOrZero
 class Profiler:
     """Records some steps of this process in ``workdir/profile``.
 
-    Steps are counted from the start of this process, not of the run.
+    Steps are counted from the launch of this process, not from step 0 of the run.
 
     Args:
       workdir: working directory of the run.

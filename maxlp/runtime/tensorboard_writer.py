@@ -10,7 +10,7 @@ from maxlp.runtime.writers import metrics_of
 
 
 class TensorBoardWriter:
-    """Event files for TensorBoard; it hides the steps of earlier starts that will be repeated.
+    """Event files for TensorBoard; it hides the steps of earlier launches that will be repeated.
 
     tensorboardX's `SummaryWriter` writes in a thread. If that fails, as on a full disk, the program waits
     forever for room in its queue; so this uses what is below it.
@@ -29,7 +29,7 @@ class TensorBoardWriter:
         self._path, self._event, self._summary = logdir, event_pb2.Event, summary_pb2.Summary
         logdir.mkdir(exist_ok=True)
         self._writer, self._flushed = EventsWriter(str(logdir / "events")), time.monotonic()
-        # Of a fresh start too, whose folder may hold the points of a start that was killed.
+        # Also for a new run, whose folder may hold the points of a launch that was killed.
         first = resume_step + 1 if resume_step else 0
         self._add(first, time.time(), file_version="brain.Event:2")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

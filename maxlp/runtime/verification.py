@@ -46,7 +46,7 @@ def verify(root: Path) -> list[str]:
 
 
 def list_damaged(directory: Path, damaged: Mapping[int, list[str]]) -> str:
-    """One line with the damaged steps, from `newest_intact`, and those that earlier starts renamed."""
+    """One line with the damaged steps, from `newest_intact`, and those that earlier launches renamed."""
     found = [f"{step} ({faults[0]})" for step, faults in damaged.items()]
     return ", ".join(found + sorted(path.name for path in directory.glob("*.damaged*")))
 

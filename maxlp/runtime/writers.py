@@ -56,7 +56,7 @@ class MetricWriter:
     Args:
       workdir: receives ``metrics.jsonl`` and ``tensorboard/``.
       total_steps: of the whole run, for the console; None if it is not known.
-      resume_step: finished updates of the restored checkpoint, 0 for a fresh start. Records of later
+      resume_step: finished updates of the restored checkpoint, 0 for a new run. Records of later
         steps are removed from ``metrics.jsonl``, because they will be written again. (So write the
         records of a step before its checkpoint.)
       run_config: shown by W&B.
@@ -128,7 +128,7 @@ class JsonlWriter:
     def __init__(self, path: Path, resume_step: int) -> None:
         self._path = path
         if path.exists():
-            # A fresh start repeats step 0 too; a resumed run does not repeat the step it resumes from.
+            # A new run repeats step 0 too; a resumed run does not repeat the step it resumes from.
             last = resume_step if resume_step > 0 else -1
             lines = parse_lines(path)
             kept = (line + b"\n" for line, record in lines if record is None or record["step"] <= last)

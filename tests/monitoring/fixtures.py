@@ -186,8 +186,8 @@ CONFIG = {
 
 def write_run(path, steps=400, losses=None):
     """A run as training leaves it: a record every 10 steps, an evaluation every 100, one resume."""
-    run_dir.record_start(path, ConfigDict(CONFIG), 0, num_params=1000, units_per_step=2048)
-    run_dir.record_start(path, ConfigDict(CONFIG), 200, num_params=1000, units_per_step=2048)
+    run_dir.record_launch(path, ConfigDict(CONFIG), 0, num_params=1000, units_per_step=2048)
+    run_dir.record_launch(path, ConfigDict(CONFIG), 200, num_params=1000, units_per_step=2048)
     writer = MetricWriter(path, total_steps=400, resume_step=0, console=False, tensorboard=False)
     for i, n in enumerate(range(10, steps + 1, 10)):
         loss = 1.5 + 4 * math.exp(-n / 50) if losses is None else losses[i]

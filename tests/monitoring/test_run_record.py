@@ -13,7 +13,7 @@ from tests.monitoring.fixtures import write_records
 def test_an_empty_directory_is_a_run_that_has_not_begun(tmp_path):
     run = load_run(tmp_path)
     assert (run.config, run.info, run.records, run.checkpoints) == ({}, {}, [], [])
-    assert (run.starts, run.num_params, run.step, run.units_per_step) == ([], None, 0, 0)
+    assert (run.launches, run.num_params, run.step, run.units_per_step) == ([], None, 0, 0)
     assert run.spike_config == SpikeConfig()
     assert [len(values) for values in run.series("train/loss")] == [0, 0]
     with pytest.raises(ValueError, match="missing is not a directory; give the --workdir of a run"):

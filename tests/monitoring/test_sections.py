@@ -153,7 +153,7 @@ def test_skipped_and_truncated_examples_and_recalls(tmp_path):
     ]
     write_records(tmp_path, records)
     text = shown(tmp_path)
-    truncated = "3.0% since the last start (longer than data.text_len=77)"
+    truncated = "3.0% since the last launch (longer than data.text_len=77)"
     assert text["Data"] == {"skipped": "5 broken examples", "truncated texts": truncated}
     assert list(text["Loss"]) == list(recalls)  # 10 after 5
     assert text["Loss"]["eval/recall_5"] == "50.00% at step 2 on all validation data"
@@ -164,8 +164,8 @@ def test_conversations_that_do_not_fit(tmp_path):
     fractions = {"data/conversations_cut": 0.25, "data/conversations_skipped": 0.031}
     write_records(tmp_path, [{"step": 1} | fractions])
     assert shown(tmp_path)["Data"] == {
-        "conversations cut": "25.0% since the last start (longer than data.seq_len=64)",
-        "conversations skipped": "3.1% since the last start (no answer within data.seq_len=64)",
+        "conversations cut": "25.0% since the last launch (longer than data.seq_len=64)",
+        "conversations skipped": "3.1% since the last launch (no answer within data.seq_len=64)",
     }
 
 
@@ -192,8 +192,8 @@ def test_losses_that_are_not_finite(tmp_path):
 
 
 def test_a_second_start_from_nothing(tmp_path):
-    run_dir.record_start(tmp_path, ConfigDict(), 0, num_params=1000, units_per_step=2048)
-    run_dir.record_start(tmp_path, ConfigDict(), 0, num_params=8030261248, units_per_step=2048)
+    run_dir.record_launch(tmp_path, ConfigDict(), 0, num_params=1000, units_per_step=2048)
+    run_dir.record_launch(tmp_path, ConfigDict(), 0, num_params=8030261248, units_per_step=2048)
     text = shown(tmp_path)
     assert set(text["Run"]) >= {"started", "restarted"}
     assert text["Config"] == {"parameters": "8,030,261,248"}

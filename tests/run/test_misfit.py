@@ -13,7 +13,7 @@ from maxlp.core.train_state import State
 from maxlp.run import changes, misfit, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, resolve
-from maxlp.run.start import check_start
+from maxlp.run.launch import check_launch
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.run.fixtures import TINY, changed, load, zeros
 
@@ -40,7 +40,7 @@ def save(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:
 def resume(workdir: Path, values: dict[str, Any], replicas: int = 1) -> None:
     """What a resumed run checks before it compiles."""
     c, run, abstract = prepared(values, replicas)
-    assert check_start(run, abstract, workdir, changes.check_config(workdir, c))
+    assert check_launch(run, abstract, workdir, changes.check_config(workdir, c))
 
 
 @pytest.mark.parametrize(

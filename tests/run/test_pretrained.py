@@ -69,7 +69,7 @@ def save_run(workdir: Path, c, change=lambda state: state, step: int = 3) -> Non
         state = change(run.initial_state(abstract, workdir))
         fingerprint = make_tokenizer(str(workdir / "tokenizer.json")).fingerprint
         checkpoints.save(step, state, {"settings": {"tokenizer": fingerprint}})
-    run_dir.record_start(workdir, c, 0, 1)
+    run_dir.record_launch(workdir, c, 0, 1)
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints: what a start finds there, and what it makes of damage."""
+"""The files of a run beside its checkpoints: what a launch finds there, and what it makes of damage."""
 
 import contextlib
 import importlib.machinery
@@ -17,7 +17,7 @@ CONFIG = ConfigDict(SECTIONS)
 
 
 def started(workdir, step=0):
-    run_dir.record_start(workdir, CONFIG, step, num_params=1000, units_per_step=2048)
+    run_dir.record_launch(workdir, CONFIG, step, num_params=1000, units_per_step=2048)
 
 
 def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path, monkeypatch):
@@ -96,7 +96,7 @@ def test_a_step_that_is_null_in_the_record_of_a_run_counts_as_missing(tmp_path):
 
 
 def continues(workdir, c) -> bool:
-    return changes.repeats_the_last_start(workdir, list(changes.check_config(workdir, c)))
+    return changes.repeats_the_last_launch(workdir, list(changes.check_config(workdir, c)))
 
 
 def test_another_config_or_no_record_is_another_run(tmp_path):
@@ -124,7 +124,7 @@ NO_SOURCE = '{"starts": [3], "model": {"name": "llama"}, "data": {"source": 7}}'
         ("config.json", run_dir.load_config),
         ("config.json", lambda workdir: changes.check_config(workdir, CONFIG)),
         ("run.json", run_dir.check_checkpoints),
-        ("run.json", lambda workdir: run_dir.record_start(workdir, CONFIG, 0, 1)),
+        ("run.json", lambda workdir: run_dir.record_launch(workdir, CONFIG, 0, 1)),
     ],
 )
 def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_changed(

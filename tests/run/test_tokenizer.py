@@ -82,7 +82,7 @@ def test_the_tokenizer_of_a_start_without_a_checkpoint_is_made_anew(tmp_path):
     assert kept.read_bytes() == given.read_bytes()
     (workdir / "tokenizer.json").rename(workdir / "tokenizer.model")
     prepare_tokenizer(settings(str(given)), workdir)
-    assert {each.name for each in workdir.iterdir()} == {"tokenizer.json", "run.json"}, "of this start"
+    assert {each.name for each in workdir.iterdir()} == {"tokenizer.json", "run.json"}, "of this launch"
 
 
 @pytest.mark.parametrize("config", ["", '{"model_type": "llama"}'])

@@ -1,4 +1,4 @@
-"""The checks before a start."""
+"""Checks at the launch of a run, before anything is allocated or compiled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,8 @@ from maxlp.run.experiment import Experiment
 from maxlp.runtime import checkpoint
 
 
-def check_start(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
-    """Raises now what would fail later in the start: for a workdir, weights or writers that are unusable.
+def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
+    """Raises now what would fail later in the launch: for an unusable workdir, weights or writers.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.

@@ -1,4 +1,4 @@
-"""What ends a start is found by its dry run, before anything is compiled, and leaves nothing behind.
+"""What ends a launch is found by its dry run, before anything is compiled, and leaves nothing behind.
 
 The command's own steps run here in this process: `train` calls the same functions in both cases.
 """
@@ -17,7 +17,7 @@ from maxlp import train
 from maxlp.core import train_step
 from maxlp.run import run_dir
 from maxlp.run.experiment import resolve
-from maxlp.run.start import check_start
+from maxlp.run.launch import check_launch
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.run.fixtures import changed, load, zeros
 
@@ -45,10 +45,10 @@ def prepared(workdir: Path, values: dict[str, Any], family: str = "llama"):
 
 
 def dry_run(workdir: Path, values: dict[str, Any], family: str = "llama") -> None:
-    """The part of `train --dry_run` that a start has too, other than tracing the step."""
+    """The part of `train --dry_run` that a launch has too, other than tracing the step."""
     run, graphdef, abstract = prepared(workdir, values, family)
     with jax.set_mesh(run.mesh):
-        check_start(run, abstract, workdir, {})
+        check_launch(run, abstract, workdir, {})
         train.dry_run(run, graphdef, workdir)
 
 
