@@ -39,7 +39,7 @@ from maxlp.parallel.batches import one_pass
 from maxlp.run import cli, constraints, run_dir, same_model
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import make_data
-from maxlp.run.language import Language
+from maxlp.run.language_model import LanguageModel
 from maxlp.run.restore import restore_model
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
@@ -110,7 +110,7 @@ def of_same_model(
         from maxlp.run import pretrained  # evaluations of runs do not need it
 
         model = pretrained.joined_model(of_run["model"], model, overrides, f"--workdir={workdir}")
-    if others := same_model.other_model(of_run["model"], model):
+    if others := same_model.model_differences(of_run["model"], model):
         lines = others.get("model.name") or "; ".join(others.values())  # all differ in another family
         raise ConfigError(
             f"{workdir} holds the weights of another model ({lines}); give one with that model"
@@ -123,7 +123,7 @@ def of_same_model(
                 f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
                 "flag"
             )
-    of_texts = same_model.reads_texts(of_run.get("data", {}), overrides)
+    of_texts = same_model.text_keys(of_run.get("data", {}), overrides)
     return {**given, **sections, "model": model, "data": given["data"] | of_texts}
 
 
@@ -154,7 +154,7 @@ def run_lm_eval(workdir: Path) -> None:
     """Runs the tasks of --lm_eval; results of other tasks at the same step stay in the file."""
     from maxlp.families.llama import harness
 
-    f, language = flags.FLAGS, Language(workdir)
+    f, language = flags.FLAGS, LanguageModel(workdir)
     if jax.process_count() > 1:
         raise ValueError(f"--lm_eval runs in one process, not in {jax.process_count()}")
     mesh = sharding.make_mesh(fsdp=-1)

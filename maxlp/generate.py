@@ -27,7 +27,7 @@ from maxlp.data.chat import Messages, make_chat
 from maxlp.nn.decoding import Sampling, generate
 from maxlp.parallel import sharding
 from maxlp.run import cli
-from maxlp.run.language import Language
+from maxlp.run.language_model import LanguageModel
 from maxlp.runtime import distributed, files
 from maxlp.schema import Seed
 
@@ -56,7 +56,7 @@ def main() -> None:
         raise ValueError(f"--{error}") from error
     if f.chat and f.prompt:
         raise ValueError("--chat reads its messages from standard input; drop --prompt")
-    language = Language(files.local_path(f.workdir, "--workdir"))
+    language = LanguageModel(files.local_path(f.workdir, "--workdir"))
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
         if f.chat:
@@ -65,7 +65,7 @@ def main() -> None:
             continue_prompts(language, mesh, sampling)
 
 
-def continue_prompts(language: Language, mesh: Mesh, sampling: Sampling) -> None:
+def continue_prompts(language: LanguageModel, mesh: Mesh, sampling: Sampling) -> None:
     """Prints each --prompt with its continuation."""
     f, tokenizer = flags.FLAGS, language.tokenizer
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in f.prompt or [""]]
@@ -115,7 +115,7 @@ def heal(
     return healed
 
 
-def chat(language: Language, mesh: Mesh, sampling: Sampling) -> None:
+def chat(language: LanguageModel, mesh: Mesh, sampling: Sampling) -> None:
     """Answers messages from standard input."""
     if jax.process_count() > 1:
         raise ValueError(f"--chat runs in one process, not in {jax.process_count()}")

@@ -137,7 +137,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     recorder = Recorder(throughput, watch, writer, batches, workdir, s.train.log_every, meta)
     preempted = stack.enter_context(preemption.PreemptionGuard())
     profiler = stack.enter_context(contextlib.closing(s.profile(workdir=workdir)))
-    probes = make_probes(run, graphdef)
+    measurements = make_measurements(run, graphdef)
 
     n, data_state, ends = start, batches.get_state(), False
     watch.note(start, data_state)
@@ -149,7 +149,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         profiler.after(n - start, metrics)
         first, last, stop = n == start + 1, progress.is_last(n, metrics), preempted.should_stop(n)
         ends = last or stop or n == s.precision.high_precision_from
-        due = [measure for every, measure in probes if is_due(n, every)]
+        due = [measure for every, measure in measurements if is_due(n, every)]
         evaluates, saves = last or is_due(n, s.train.eval_every), ends or checkpoints.should_save(n)
         recorder.push(n, metrics, wait=first or evaluates or bool(due) or saves, last=last)
         if first:
@@ -317,13 +317,13 @@ def make_throughput(run: Experiment) -> Throughput:
     )
 
 
-def make_probes(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
+def make_measurements(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
     """Measurements on the batch of a step, each with the number of steps between them."""
     if not run.settings.precision.measures:
         return []
-    from maxlp.run import probes  # few runs measure
+    from maxlp.run import measurements  # few runs measure
 
-    return probes.make(run, graphdef)
+    return measurements.make(run, graphdef)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -185,7 +185,7 @@ def lm_eval(monkeypatch):
     language = SimpleNamespace(
         restore=lambda *_: None, tokenizer=None, model=SimpleNamespace(max_seq_len=8), step=3
     )
-    monkeypatch.setattr(evaluate, "Language", lambda _: language)
+    monkeypatch.setattr(evaluate, "LanguageModel", lambda _: language)
     monkeypatch.setattr(harness, "evaluate", lambda *_, **__: ({"a": {"acc": 0.5}}, "the table"))
 
 

@@ -56,9 +56,9 @@ CORE = [
         "core/local_steps.py",
         "core/test_local_steps.py",
         ("jnp.int32(step % steps == 0)", 'jnp.int32(state["step"] % steps == 0)'),
-        ("lambda x: x / x.shape[0], away", "lambda x: x, away"),
+        ("lambda x: x / x.shape[0], deltas", "lambda x: x, deltas"),
         # Replicas that continue from their own parameters, not from the average.
-        ("PerReplica(begun)", "PerReplica(replicas)"),
+        ("PerReplica(synchronized)", "PerReplica(replicas)"),
         ("errors=PerReplica(errors)", "errors=local.errors"),
         # A mean of the replicas' means instead of a mean over all tokens.
         ("metrics[name] * tokens", "metrics[name]"),
@@ -68,7 +68,7 @@ CORE = [
         "run/test_emulation.py",
         (' - {"bfloat16"}', ""),
         ("if not peaks:", "if False:"),
-        ("if s.replicas_are_apart and (", "if ("),
+        ("if s.replicas_are_separate and (", "if ("),
     ),
     *_in(
         "run/warm_scales.py",
@@ -162,7 +162,7 @@ CORE = [
             "core/test_train_step.py::test_metrics_describe_the_step",
         ),
         ("lambda x: jnp.max(x, axis=0), parts", "lambda x: jnp.mean(x, axis=0), parts"),
-        ("return unscaled(grads, loss_scale), join_parts", "return grads, join_parts"),
+        ("return unscaled(grads, loss_scale), join_model_states", "return grads, join_model_states"),
         ("jnp.zeros(p.shape, jnp.float32), params", "jnp.zeros_like(p), params"),
         ("g.astype(jnp.float32) * inverse", "(g * inverse.astype(g.dtype)).astype(jnp.float32)"),
         (
@@ -781,9 +781,9 @@ PRECISION = [
         "precision/mesh_product.py",
         "precision/test_mesh_product.py",
         ("names if _can_shard(product, mesh, q, i, names) else ()", "names"),
-        ("if not _can_shard(product, mesh, operands[n], i, of_result[dim])", "if False"),
+        ("if not _can_shard(product, mesh, operands[n], i, result_axes[dim])", "if False"),
         ("(scales == 1 and not product.in_blocks)", "False"),
-        ("if of_result[dim][: len(local)] == local else ()", ""),
+        ("if result_axes[dim][: len(local)] == local else ()", ""),
         ("taken.isdisjoint(specs[n][i])", "True"),
         ("return jax.lax.psum(y, all_reduced) if all_reduced else y", "return y"),
         ("y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)", "pass"),
@@ -1248,8 +1248,8 @@ PARALLEL = [
         "optim/test_muon.py",
         ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
         ("len(shape) < 3 or", "True or", "optim/test_soap.py"),
-        ("[_as_it_is(x), *_moves(x)]", "_moves(x)"),
-        ("[*_moves(x)[::-1], _as_it_is(x)]", "_moves(x)[::-1]"),
+        ("[_param_spec(x), *_moves(x)]", "_moves(x)"),
+        ("[*_moves(x)[::-1], _param_spec(x)]", "_moves(x)[::-1]"),
     ),
     *_in(
         "parallel/batches.py",
@@ -1577,7 +1577,7 @@ CLIP = [
             'jax.random.uniform(key, (len(batch["image"]), visual.num_patches))',
             'jnp.tile(jax.random.uniform(key, (1, visual.num_patches)), (len(batch["image"]), 1))',
         ),
-        ("gradients.join_parts(state, model_state), metrics", 'state["model_state"], metrics'),
+        ("gradients.join_model_states(state, model_state), metrics", 'state["model_state"], metrics'),
         ('"loss": sums["loss"] / count', '"loss": sums["loss"]'),
         (
             "feature_grads = gradients.split_batch(feature_grads, microbatches)",
@@ -2135,8 +2135,8 @@ RUN = [
         ("weight < len(most)", "weight < len(most) - 1"),
     ),
     *_in(
-        "precision/capacity.py",
-        "precision/test_capacity.py",
+        "precision/gaussian_error.py",
+        "precision/test_gaussian_error.py",
         ("/ OPERANDS", "/ max(1, len(switchable(recipe)))"),
         (" - x)) / ", ")) / "),
     ),
@@ -2339,8 +2339,8 @@ RUN = [
         ),
     ),
     *_in(
-        "run/misfit.py",
-        "run/test_misfit.py",
+        "run/compatibility.py",
+        "run/test_compatibility.py",
         # The oldest checkpoint.
         (
             "reversed(checkpoint.list_steps(directory))",
@@ -2358,8 +2358,8 @@ RUN = [
         ),
     ),
     *_in(
-        "run/swap.py",
-        "run/test_swap.py",
+        "run/tokenizer_swap.py",
+        "run/test_tokenizer_swap.py",
         # Rows that no token has.
         (
             "table_VD[:size].mean(0)[None]",
@@ -2797,7 +2797,7 @@ MONITORING = [
         "monitoring/test_run_record.py",
         ("            end = begin\n", ""),
         ("bool(names) and all(", "bool(names) and any("),
-        ("seen += (end - begin) * start.get(", "seen += end * start.get("),
+        ("seen += (end - begin) * launch.get(", "seen += end * launch.get("),
         ('self.launches[-1].get("num_params")', 'self.launches[0].get("num_params")'),
         ("len(losses) // 10))", "len(losses) // 5))"),
         ('(self.setting("data", "seq_len") or 1)', '(self.setting("data", "seq_len") or 0)'),

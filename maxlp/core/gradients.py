@@ -97,20 +97,21 @@ def token_gradients(
             sums = loss_sums(model, part)
             return scaled(sums["loss"] / total, loss_scale), (sums, forward_state(model))
 
-        def of_part(part: Batch) -> tuple[dict, tuple[Metrics, dict]]:
+        def part_gradients(part: Batch) -> tuple[dict, tuple[Metrics, dict]]:
             grad_fn = jax.grad(share, argnums=(0, 1), has_aux=True)
             (grads, new_backward), (sums, new_forward) = grad_fn(state["params"], backward, part)
             if measure_noise:
                 sums = sums | {"squares": squared_norm(grads)}
             return grads, (sums, join_trees(new_forward, new_backward))
 
-        grads, (sums, model_state) = accumulate(of_part, state["params"], split_batch(batch, microbatches))
+        parts = split_batch(batch, microbatches)
+        grads, (sums, model_state) = accumulate(part_gradients, state["params"], parts)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
         metrics = _means(sums, tokens)
         if measure_noise:
             norm = jnp.sqrt(microbatches * sums["squares"])
             metrics["microbatch_grad_norm"] = unscaled(norm, loss_scale)
-        return unscaled(grads, loss_scale), join_parts(state, model_state), metrics
+        return unscaled(grads, loss_scale), join_model_states(state, model_state), metrics
 
     return gradients
 
@@ -123,13 +124,13 @@ def shard_like_params(gradients: Gradients) -> Gradients:
     straight to the sharding that the optimizer needs.
     """
 
-    def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+    def sharded(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
         grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale)
         model = nnx.merge(graphdef, grads, state["model_state"])
         grads = nnx.to_pure_dict(sharding.constrain_params(nnx.state(model, nnx.Param)))
         return grads, model_state, metrics
 
-    return of_batch
+    return sharded
 
 
 def _means(sums: Metrics, tokens: jax.Array) -> Metrics:
@@ -158,16 +159,18 @@ def squared_norm(tree: Any) -> jax.Array:
 # --- microbatches ---------------------------------------------------------------------------------------
 
 
-def accumulate(of_part: Callable[[Any], tuple[dict, Any]], params: dict, parts: Any) -> tuple[dict, Any]:
+def accumulate(
+    gradients_of: Callable[[Any], tuple[dict, Any]], params: dict, parts: Any
+) -> tuple[dict, Any]:
     """The float32 sum of the gradients of all parts, and their other results, stacked.
 
     Args:
-      of_part: maps an entry of ``parts`` to its gradients and other results.
+      gradients_of: maps an entry of ``parts`` to its gradients and other results.
       parts: a tree of arrays whose leading axis is that of the microbatches.
     """
 
     def add(total: dict, part: Any) -> tuple[dict, Any]:
-        grads, rest = of_part(part)
+        grads, rest = gradients_of(part)
         return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads), rest
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
@@ -206,7 +209,7 @@ def forward_state(model: nnx.Module) -> dict:
     return nnx.to_pure_dict(forward)
 
 
-def join_parts(state: State, parts: dict) -> dict:
+def join_model_states(state: State, parts: dict) -> dict:
     """The new model_state, with the maximum over what the microbatches wrote, stacked in ``parts``."""
     return join_trees(state["model_state"], jax.tree.map(lambda x: jnp.max(x, axis=0), parts))
 

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from maxlp.core.gradients import Batch, Metrics
-from maxlp.core.replicas import SPLIT, WHOLE, param_specs
+from maxlp.core.replicas import PER_REPLICA, REPLICATED, param_specs
 from maxlp.core.train_state import State
 from maxlp.core.train_step import Step
 from maxlp.parallel import exchange
@@ -48,7 +48,7 @@ class LocalState(NamedTuple):
     errors: PerReplica
 
 
-def join(
+def combine(
     tx: optax.GradientTransformation,
     step: Step,
     *,
@@ -73,8 +73,8 @@ def join(
       `LocalState`; and a step of all replicas.
     """
     outer = outer_optimizer(tx, optax.sgd(outer_rate, outer_momentum, nesterov=True), replicas, format_name)
-    joined = functools.partial(train_step, inner=step, tx=outer, steps=steps, format_name=format_name)
-    return outer, joined
+    combined = functools.partial(train_step, inner=step, tx=outer, steps=steps, format_name=format_name)
+    return outer, combined
 
 
 def outer_optimizer(
@@ -129,15 +129,15 @@ def train_step(
     assert not state["model_state"], "see run.constraints"
     local: LocalState = state["opt_state"]
 
-    def of_replica(each: State, step: jax.Array, rows: Batch) -> tuple[State, Metrics]:
+    def replica_step(each: State, step: jax.Array, rows: Batch) -> tuple[State, Metrics]:
         mine = jax.tree.map(lambda x: x[0], each)
         new, metrics = inner(graphdef, mine | {"model_state": {}, "step": step}, rows)
         return jax.tree.map(lambda x: x[None], {key: new[key] for key in mine}), _combined(metrics)
 
     advance = jax.shard_map(
-        of_replica,
-        in_specs=(SPLIT, WHOLE, SPLIT),
-        out_specs=(SPLIT, WHOLE),
+        replica_step,
+        in_specs=(PER_REPLICA, REPLICATED, PER_REPLICA),
+        out_specs=(PER_REPLICA, REPLICATED),
         axis_names={exchange.AXIS},
         check_vma=False,  # the model's loops do not declare over which axes their values vary
     )
@@ -167,19 +167,19 @@ def _outer_update(
 ) -> tuple[dict, LocalState]:
     """Updates the outer parameters, from which all replicas then continue."""
     replicas, errors = local.replicas.state, local.errors.state
-    away = jax.tree.map(lambda outer, own: outer[None] - own, params, replicas["params"])
+    deltas = jax.tree.map(lambda outer, own: outer[None] - own, params, replicas["params"])
     if format_name == "none":
-        grads = jax.tree.map(lambda x: jnp.mean(x, axis=0), away)
+        grads = jax.tree.map(lambda x: jnp.mean(x, axis=0), deltas)
     else:
-        shares = jax.tree.map(lambda x: x / x.shape[0], away)
+        shares = jax.tree.map(lambda x: x / x.shape[0], deltas)
         grads, errors = exchange.sum_over_replicas(shares, errors, specs, format_name)
     updates, new = tx.update(grads, local, params)
     assert isinstance(new, LocalState)
     params = jax.tree.map(jax.lax.with_sharding_constraint, optax.apply_updates(params, updates), specs)
 
-    def begin(outer: jax.Array, own: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def broadcast(outer: jax.Array, own: jax.Array, spec: PartitionSpec) -> jax.Array:
         place = PartitionSpec(exchange.AXIS, *spec)
         return jax.lax.with_sharding_constraint(jnp.broadcast_to(outer, own.shape), place)
 
-    begun = replicas | {"params": jax.tree.map(begin, params, replicas["params"], specs)}
-    return params, new._replace(replicas=PerReplica(begun), errors=PerReplica(errors))
+    synchronized = replicas | {"params": jax.tree.map(broadcast, params, replicas["params"], specs)}
+    return params, new._replace(replicas=PerReplica(synchronized), errors=PerReplica(errors))

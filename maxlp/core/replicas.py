@@ -20,7 +20,7 @@ from maxlp.nn.layers import Frozen
 from maxlp.parallel import exchange, sharding
 
 ERRORS = "errors"
-SPLIT, WHOLE = PartitionSpec(exchange.AXIS), PartitionSpec()  # one part for each replica, the same for all
+PER_REPLICA, REPLICATED = PartitionSpec(exchange.AXIS), PartitionSpec()
 
 
 class ErrorFeedback(Frozen):
@@ -51,13 +51,13 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
       format_name: of `exchange.sum_over_replicas`.
     """
 
-    def of_batch(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
+    def with_exchange(graphdef: nnx.GraphDef, state: State, batch: Batch, loss_scale: jax.Array | None):
         assert loss_scale is None, "see run.constraints"
         model_state = dict(state["model_state"])
         errors = model_state.pop(ERRORS)
         specs = param_specs(graphdef, state)
 
-        def of_replica(params: dict, model_state: dict, errors: dict, step: jax.Array, rows: Batch):
+        def replica_gradients(params: dict, model_state: dict, errors: dict, step: jax.Array, rows: Batch):
             mine = {"params": params, "model_state": model_state | {ERRORS: errors}, "step": step}
             grads, new, metrics = gradients(graphdef, mine, rows, None)
             grads = jax.tree.map(lambda g, at: jax.lax.with_sharding_constraint(g, at)[None], grads, specs)
@@ -65,9 +65,9 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
             return grads, *_combined(new, metrics)
 
         share = jax.shard_map(
-            of_replica,
-            in_specs=(WHOLE, WHOLE, SPLIT, WHOLE, SPLIT),
-            out_specs=(SPLIT, WHOLE, WHOLE),
+            replica_gradients,
+            in_specs=(REPLICATED, REPLICATED, PER_REPLICA, REPLICATED, PER_REPLICA),
+            out_specs=(PER_REPLICA, REPLICATED, REPLICATED),
             axis_names={exchange.AXIS},
             check_vma=False,  # the model's loops do not declare over which axes their values vary
         )
@@ -77,7 +77,7 @@ def exchanged(gradients: Gradients, format_name: str) -> Gradients:
             grads, errors = exchange.sum_over_replicas(shares, errors, specs, format_name)
         return grads, new | {ERRORS: errors}, metrics
 
-    return of_batch
+    return with_exchange
 
 
 def _combined(model_state: dict, metrics: Metrics) -> tuple[dict, Metrics]:

@@ -109,5 +109,5 @@ def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) ->
     on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
     combined = "xla_gpu_collective_permute_combine_threshold_bytes"
     options = {"xla_disable_hlo_passes": "rematerialization", combined: 2**30} if on_gpu else None
-    of_state = functools.partial(step, graphdef)
-    return jax.jit(of_state, donate_argnums=0, out_shardings=out, compiler_options=options)
+    state_step = functools.partial(step, graphdef)
+    return jax.jit(state_step, donate_argnums=0, out_shardings=out, compiler_options=options)

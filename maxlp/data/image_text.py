@@ -33,7 +33,7 @@ from maxlp.data.common import Batch
 from maxlp.data.images import Example
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source, Spec, check_split, open_source, parse_spec
-from maxlp.data.specs import of_key
+from maxlp.data.specs import naming_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.runtime.messages import counted, rounded
 from maxlp.schema import INT32, Count, CountOrZero, PositiveFraction, Range
@@ -145,20 +145,20 @@ def make_data(
     common.check_process(config.batch_size, seed, process_index, process_count)
     key = "validation_source" if split == "validation" and config.validation_source else "source"
     spec = getattr(config, key)
-    with of_key(f"data.{key}"):
+    with naming_key(f"data.{key}"):
         parsed = parse_spec(spec, split, "image_text")
         opened = _open(parsed, config.image_size, each_face=split == "validation")
     examples = EncodedExamples(opened, config, preprocessing) if isinstance(opened, Source) else opened
     if split == "validation" and config.classes and isinstance(opened, Source):
         _check_labels(opened, config.classes, examples.classes)
-    with of_key(f"data.{key}"):
+    with naming_key(f"data.{key}"):
         _check_usable(examples, spec)
     if split == "train" and len(examples) < config.batch_size:
         raise ValueError(
             f"data.batch_size={config.batch_size} is more than the {counted(len(examples), 'example')} of "
             f"data.source={spec!r}; use at most {len(examples)}"
         )
-    with of_key("data.tokenizer"):
+    with naming_key("data.tokenizer"):
         tokenizer = make_tokenizer(config.tokenizer)
     settings: dict[str, Any] = dict(
         seed=seed,

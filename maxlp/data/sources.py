@@ -287,8 +287,8 @@ def make_source(spec: str, split: str, any_bytes: bool = False) -> Source | Mixt
         first = next(filter(_has_text, map(source.__getitem__, range(len(source)))), None)
         if first is None:
             found = f"{counted(len(source), 'document')} of split {source.split!r}"
-            way_out = "" if source.split == "all" else "; change ?split="
-            raise ValueError(f"source {source.name!r}: no text in {found}{way_out}")
+            remedy = "" if source.split == "all" else "; change ?split="
+            raise ValueError(f"source {source.name!r}: no text in {found}{remedy}")
         if "tokens" in first and source.tokenizer is None:
             raise ValueError(
                 f"source {source.name!r}: its records are tokens, but its reader does not say of which "

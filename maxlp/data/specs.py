@@ -38,7 +38,7 @@ def import_extra(module: str, extra: str = "data") -> Any:
 
 
 @contextlib.contextmanager
-def of_key(key: str) -> Iterator[None]:
+def naming_key(key: str) -> Iterator[None]:
     """Puts the key of the config that a spec comes from in front of a ValueError about the spec."""
     try:
         yield

@@ -45,7 +45,7 @@ from maxlp.data import common
 from maxlp.data.common import Batch, Seeds
 from maxlp.data.packing import PACKERS
 from maxlp.data.sources import Mixture, check_split, make_source
-from maxlp.data.specs import of_key
+from maxlp.data.specs import naming_key
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
 from maxlp.schema import INT32, Count, OneOf, Range
 
@@ -129,9 +129,9 @@ def make_data(
       ValueError: a value out of range, or a source or tokenizer that cannot be read.
     """
     check_split(split, ("train", "validation"))
-    with of_key("data.tokenizer"):
+    with naming_key("data.tokenizer"):
         tokenizer = make_tokenizer(config.tokenizer)
-    with of_key("data.source"):
+    with naming_key("data.source"):
         opened = make_source(config.source, split, tokenizer.any_bytes)
     sources, weights = opened if isinstance(opened, Mixture) else ((opened,), (1.0,))
     for part in sources:

@@ -141,7 +141,7 @@ class Run:
     @functools.cached_property
     def _evaluated_all(self) -> bool:
         """Whether the last ``eval/…`` are those of all validation data, as where it is shorter."""
-        # Those of `run.probes` may follow.
+        # Those of `run.measurements` may follow.
         *_, part, whole = ({}, {}, *self.records_with("eval"))
         names = [name for name in whole if name.startswith("eval_full/")]
         return bool(names) and all(part.get(n.replace("_full", "", 1)) == whole[n] for n in names)

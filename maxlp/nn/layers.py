@@ -106,7 +106,7 @@ def over_last_dim(vector: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
-FOR_ADAPTERS = "for adapters"  # in ``shared`` of `of_same_input`: the input that adapters read
+FOR_ADAPTERS = "for adapters"  # in ``shared`` of `apply_to_same_input`: the input that adapters read
 
 
 class Linear(nnx.Module):
@@ -114,7 +114,7 @@ class Linear(nnx.Module):
 
     Precision is injected by replacing the attribute ``dot_general`` with any callable of the signature
     of ``jax.lax.dot_general``, or with an NNX module that has such a ``__call__``; its state is then
-    part of this module, and it also takes ``shared`` of `of_same_input`. An ``adapter``, if set, adds
+    part of this module, and it also takes ``shared`` of `apply_to_same_input`. An ``adapter``, if set, adds
     its output to that of the matmul (`nn.lora`). ``sum_over_rows``, if set, is a keyword of ``dot_general``
     and computes the gradient of the kernel, summed over devices (`precision.scatter`).
 
@@ -160,7 +160,7 @@ class Linear(nnx.Module):
         """``(..., in) -> (..., out)`` in ``dtype``, or in ``preferred_element_type``.
 
         Args:
-          shared: the dict of `of_same_input`, the same for all layers that it calls.
+          shared: the dict of `apply_to_same_input`, the same for all layers that it calls.
         """
         dot_general = self.dot_general
         if isinstance(dot_general, nnx.Module):
@@ -180,7 +180,7 @@ class Linear(nnx.Module):
         return checkpoint_name(y, LINEAR_OUTPUT)
 
 
-def of_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
+def apply_to_same_input(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """The output of each layer for the same ``x``, which quantized ``dot_general``s quantize only once.
 
     The gradients of ``x`` from all adapters are added first, and then to those from the kernels. With a

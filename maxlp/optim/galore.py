@@ -53,10 +53,10 @@ def rate_warnings(config: OptimizerConfig) -> list[str]:
     rate = config.learning_rate * config.galore.scale
     if 0.999 * LOWEST_RATE < rate < 1.001 * HIGHEST_RATE:
         return []
-    bound, way_out = ("below", "raise") if rate < LOWEST_RATE else ("above", "lower")
+    bound, remedy = ("below", "raise") if rate < LOWEST_RATE else ("above", "lower")
     factors = f"optimizer.learning_rate={config.learning_rate:g} × galore.scale={config.galore.scale:g}"
     rates = f"{bound} the rates of GaLore's runs, {LOWEST_RATE:g} to {HIGHEST_RATE:g}"
-    return [f"{factors} = {rate:g} is {rates}; {way_out} one of them"]
+    return [f"{factors} = {rate:g} is {rates}; {remedy} one of them"]
 
 
 class Subspace(NamedTuple):

@@ -40,10 +40,10 @@ def check(params: optax.Params, config: OptimizerConfig) -> None:
     # At full rank GaLore only rotates what its inner optimizer sees.
     most = longest - 1 if has_galore else longest
     if found.rank > most:
-        way_out = "lower it or set galore.rank=0" if has_galore else "lower it"
+        remedy = "lower it or set galore.rank=0" if has_galore else "lower it"
         raise ValueError(
             f"{found.key}={found.rank} must be at most {most}, because no target has a short side above "
-            f"{longest}; {way_out}"
+            f"{longest}; {remedy}"
         )
 
 

@@ -50,12 +50,12 @@ def spread(x: jax.Array) -> jax.Array:
 
     The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
     """
-    return keep_spread(_constrained(x, [_as_it_is(x), *_moves(x)]))
+    return keep_spread(_constrained(x, [_param_spec(x), *_moves(x)]))
 
 
 def gather_back(x: jax.Array) -> jax.Array:
-    """The way back from `spread`."""
-    return _constrained(keep_spread(x), [*_moves(x)[::-1], _as_it_is(x)])
+    """The inverse of `spread`."""
+    return _constrained(keep_spread(x), [*_moves(x)[::-1], _param_spec(x)])
 
 
 def keep_spread(x: jax.Array) -> jax.Array:
@@ -79,8 +79,8 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
         if not (alone and mesh.manual_axes):
             return fn(into, *others)
         # In a `jax.shard_map`, XLA aborts where it splits a gather by layers and by columns.
-        into, others = jax.tree.map(_whole, (into, others))
-        return jax.tree.map(_whole, fn(into, *others))
+        into, others = jax.tree.map(_layers_only, (into, others))
+        return jax.tree.map(_layers_only, fn(into, *others))
 
     def step(i: jax.Array, into: Any) -> Any:
         new = fn(*jax.tree.map(lambda x: x[i], (into, *others)))
@@ -89,13 +89,13 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
     return jax.lax.fori_loop(0, shape[0], step, into)
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _layers_only(x: jax.Array) -> jax.Array:
     """The array, split by layers alone: no axis splits its last dim."""
     layers, _ = _split(x.shape, jax.sharding.get_abstract_mesh())
     return _constrained(x, [PartitionSpec(layers or None)])
 
 
-def _as_it_is(x: jax.Array) -> PartitionSpec:
+def _param_spec(x: jax.Array) -> PartitionSpec:
     """The split of a parameter, whose layers only stages share; that of its matrices is left to XLA.
 
     It keeps the split by layers from spreading to the matmul or sum that makes a gradient: XLA would add a

@@ -76,7 +76,7 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
     def one(path: tuple, leaf: Any) -> Any:
         if isinstance(leaf, PerReplica):
             mine = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf.state)
-            split = jax.tree.map_with_path(one, mine, is_leaf=_is_whole)
+            split = jax.tree.map_with_path(one, mine, is_leaf=_is_container)
             first = spec("replica")
             return PerReplica(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), split))
         if isinstance(leaf, OfLayers):
@@ -89,10 +89,10 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
         codes = _like_param(leaf.codes.shape, param, mesh)
         return leaf._replace(codes=codes, scale=_divisible(codes, leaf.scale.shape))
 
-    return jax.tree.map_with_path(one, opt_state, is_leaf=_is_whole)
+    return jax.tree.map_with_path(one, opt_state, is_leaf=_is_container)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_container(x: Any) -> bool:
     return isinstance(x, Quantized | PerReplica | OfLayers)
 
 

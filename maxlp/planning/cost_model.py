@@ -274,7 +274,7 @@ def gathered_gradient_itemsize(s: Settings, machine: Machine, path: str, itemsiz
     gemms, on_gpu = s.recipe(path).gemms, machine.platform in ("cuda", "gpu")
     forms = [gemms[gemm][n] if gemm in gemms else None for gemm, n in (("dlhs", 0), ("drhs", 1))]
     in_blocks = any(form is not None and form.in_blocks for form in forms)
-    if not on_gpu or forms == [None, None] or in_blocks or s.train.lora or s.replicas_are_apart:
+    if not on_gpu or forms == [None, None] or in_blocks or s.train.lora or s.replicas_are_separate:
         return itemsize
     if forms[0] == forms[1] and forms[0].granularity == "tensor":
         forms.pop()
@@ -320,8 +320,8 @@ def cost_of(s: Settings) -> Cost:
 
 def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     """The peak rate (`blocks.rate`) of each of the three matmuls of a layer (`recipes.GEMMS`)."""
-    quantized, apart = s.recipe(path).gemms, s.replicas_are_apart
-    rates = {gemm: blocks.rate(pair, replicas_are_apart=apart) for gemm, pair in quantized.items()}
+    quantized, apart = s.recipe(path).gemms, s.replicas_are_separate
+    rates = {gemm: blocks.rate(pair, replicas_are_separate=apart) for gemm, pair in quantized.items()}
     return dict.fromkeys(GEMMS, "bfloat16") | rates
 
 

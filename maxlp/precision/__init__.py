@@ -77,7 +77,7 @@ class PrecisionConfig:
 
     @property
     def measures(self) -> bool:
-        """Whether a run makes any of the measurements of `run.probes`."""
+        """Whether a run makes any of the measurements of `run.measurements`."""
         return any((self.health_every, self.sharpness_every, self.magnitudes_every))
 
     def make(self, name: str) -> Recipe:

@@ -131,16 +131,16 @@ def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:
     return next((i for i in _INSTRUCTIONS if all(i.takes(operand) for operand in pair)), None)
 
 
-def rate(pair: tuple[Operand, Operand], *, replicas_are_apart: bool = False) -> str:
+def rate(pair: tuple[Operand, Operand], *, replicas_are_separate: bool = False) -> str:
     """The key in `hardware.PEAK_TFLOPS` of the rate of a product, on a chip that has the operands' format.
 
     "bfloat16" if no chip has it or the product does not use it, but multiplies in 16 or 32 bits.
 
     Args:
-      replicas_are_apart: whether the product is in a `jax.shard_map` over some of the mesh axes.
+      replicas_are_separate: whether the product is in a `jax.shard_map` over some of the mesh axes.
     """
     if pair[0].in_blocks:
-        instruction = None if replicas_are_apart else _instruction(pair)
+        instruction = None if replicas_are_separate else _instruction(pair)
         return "bfloat16" if instruction is None else instruction.name
     return {"float": "float8", "int": "int8"}.get(formats.get(pair[0].format).kind, "bfloat16")
 

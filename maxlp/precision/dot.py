@@ -85,7 +85,7 @@ class QuantDot(nnx.Module):
         """``x @ kernel`` in ``preferred_element_type`` (default: that of ``x``).
 
         Args:
-          shared: the same dict for all layers that multiply this ``x``, see `layers.of_same_input`.
+          shared: the same dict for all layers that multiply this ``x``, see `layers.apply_to_same_input`.
           sum_over_rows: see `layers.Linear`.
         """
         assert dimension_numbers == (((x.ndim - 1,), (0,)), ((), ())), "QuantDot multiplies by a kernel"

@@ -173,7 +173,7 @@ def measure(
 ) -> Measurement:
     """The statistics of every quantized layer on one batch.
 
-    Call it in a jitted function with replicated results, as `run.probes` does.
+    Call it in a jitted function with replicated results, as `run.measurements` does.
 
     Args:
       state: a training state; it does not change.

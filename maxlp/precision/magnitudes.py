@@ -23,7 +23,7 @@ from maxlp.nn.stack import StackCall, find_stacks
 def measure(
     state: Any, batch: Any, *, graphdef: nnx.GraphDef, loss: Callable[[nnx.Module, Any, jax.Array], Any]
 ) -> dict[str, jax.Array]:
-    """`of_blocks` in the forward pass of a batch; call it in a jitted function, as `run.probes` does.
+    """`of_blocks` in the forward pass of a batch; call it in a jitted function, as `run.measurements` does.
 
     Args:
       loss: (model, batch, step) to the loss, a `core.gradients.Loss`; its value is not computed.

@@ -104,27 +104,27 @@ def _partition(
         # spec contains a mesh axis only once.)
         specs[0][i] = specs[1][j] = specs[0][i] if specs[0][i] == specs[1][j] else ()
         summed += specs[0][i]
-    of_result = [axis_names(axes) for axes in result.sharding.spec]
-    taken = {*summed}.union(*of_result)
+    result_axes = [axis_names(axes) for axes in result.sharding.spec]
+    taken = {*summed}.union(*result_axes)
     dims = [[(0, i), (1, i)] for i in range(product.batch)]  # (operand, axis) of each axis of the result
     dims += [[(n, i)] for n, q in enumerate((a, b)) for i in product.free(n, q.codes.ndim)]
     scattered = []
     for dim, places in enumerate(dims):
         n, i = places[0]
-        if not of_result[dim] and taken.isdisjoint(specs[n][i]):
-            of_result[dim] = specs[n][i]
+        if not result_axes[dim] and taken.isdisjoint(specs[n][i]):
+            result_axes[dim] = specs[n][i]
             taken |= {*specs[n][i]}
-        if not _can_shard(product, mesh, operands[n], i, of_result[dim]):
-            of_result[dim] = ()
+        if not _can_shard(product, mesh, operands[n], i, result_axes[dim]):
+            result_axes[dim] = ()
         # A reduce-scatter over mesh axes splits a dim further: they must be the last ones that shard it.
-        local = tuple(name for name in of_result[dim] if name not in summed)
-        scattered.append(of_result[dim][len(local) :] if of_result[dim][: len(local)] == local else ())
-        of_result[dim] = local + scattered[dim]
+        local = tuple(name for name in result_axes[dim] if name not in summed)
+        scattered.append(result_axes[dim][len(local) :] if result_axes[dim][: len(local)] == local else ())
+        result_axes[dim] = local + scattered[dim]
         for n, i in places:
             specs[n][i] = local
     all_reduced = tuple(name for name in summed if not any(name in axes for axes in scattered))
 
-    def of_device(*operands: Any) -> jax.Array:
+    def local_product(*operands: Any) -> jax.Array:
         y = _local_product(product, *operands)
         for dim, axes in enumerate(scattered):
             if axes:
@@ -137,9 +137,9 @@ def _partition(
 
         return jax.tree.map(lambda x: NamedSharding(mesh, spec(x.shape)), arrays)
 
-    of_scale = shardings(scale, specs[0][: product.batch])
-    of_operands = shardings(a, specs[0]), shardings(b, specs[1]), of_scale
-    return mesh, of_device, shardings(result, of_result), of_operands
+    scale_shardings = shardings(scale, specs[0][: product.batch])
+    operand_shardings = shardings(a, specs[0]), shardings(b, specs[1]), scale_shardings
+    return mesh, local_product, shardings(result, result_axes), operand_shardings
 
 
 def _specs(product: Product, mesh: Mesh, q: Quantized) -> list[tuple[str, ...]]:
@@ -158,19 +158,19 @@ def _rule(product: Product, mesh: Mesh, operands: Sequence[Any], results: Sequen
     """Which axes of operands and result are sharded alike, for XLA's partitioner (Shardy)."""
     batch = [f"batch{i}" for i in range(product.batch)]
     summed = [f"summed{i}" for i in range(len(product.contracted[0]))]
-    mappings, of_result = [], batch
+    mappings, result_axes = [], batch
     for n in (0, 1):
         codes, scales = operands[2 * n : 2 * n + 2]
         names = [f"free{n}_{i}" for i in range(codes.rank)]
         for i, name in zip([*range(product.batch), *product.summed(n)], [*batch, *summed], strict=True):
             names[i] = name
-        of_result = [*of_result, *(names[i] for i in product.free(n, codes.rank))]
+        result_axes = [*result_axes, *(names[i] for i in product.free(n, codes.rank))]
         shared = [f"one{n}_{i}" if size == 1 else names[i] for i, size in enumerate(scales.shape)]
         mappings += [names, shared]
     mappings += [batch] * (len(operands) - 4)
     return SdyShardingRule(
         tuple(ArrayMapping(*axes) for axes in mappings),
-        (ArrayMapping(*of_result),),
+        (ArrayMapping(*result_axes),),
         reduction_factors=tuple(summed),
     )
 

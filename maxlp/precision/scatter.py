@@ -86,24 +86,24 @@ class Scatter:
             rows_of_devices = x.reshape(D, F, -1, *x.shape[1:])
             return jax.lax.with_sharding_constraint(rows_of_devices, PartitionSpec(data, "fsdp"))
 
-        def of_device(*leaves: jax.Array) -> Quantized:
+        def device_gradient(*leaves: jax.Array) -> Quantized:
             return self._quantize(product(*structure.unflatten(leaves)), parts)
 
         mapped = [0 if has else None for has in has_rows]
         leaves = [split(x) if has else x for x, has in zip(leaves, has_rows, strict=True)]
-        gradients_DFKN = jax.vmap(jax.vmap(of_device, mapped), mapped)(*leaves)
+        gradients_DFKN = jax.vmap(jax.vmap(device_gradient, mapped), mapped)(*leaves)
         received = jax.tree.map(lambda x: self._all_to_all(x, data), gradients_DFKN)
         sum_DKN = jnp.sum(dequantize(received, jnp.float32), axis=1)
         kernel = jax.eval_shape(product, *operands)
-        of_part = kernel.shape[self._whole] // parts
-        sum_DKN = _resize_parts(sum_DKN, self._whole + 1, parts, of_part)  # without the padding of blocks
+        part_size = kernel.shape[self._whole] // parts
+        sum_DKN = _resize_parts(sum_DKN, self._whole + 1, parts, part_size)  # without the padding of blocks
         return jax.lax.reduce(sum_DKN.astype(kernel.dtype), jnp.zeros((), kernel.dtype), jax.lax.add, (0,))
 
     def _quantize(self, gradient_KN: jax.Array, parts: int) -> Quantized:
         """Quantizes in blocks along the dim that is not scattered, none of which ``tensor`` splits."""
-        of_part = gradient_KN.shape[self._whole] // parts
-        size = block_size(of_part)
-        padded_KN = _resize_parts(gradient_KN, self._whole, parts, of_part + -of_part % size)
+        part_size = gradient_KN.shape[self._whole] // parts
+        size = block_size(part_size)
+        padded_KN = _resize_parts(gradient_KN, self._whole, parts, part_size + -part_size % size)
         return quantize(
             padded_KN,
             FORMATS[self.format_name],
@@ -119,11 +119,11 @@ class Scatter:
 
         Values are sent as int8 bits, because XLA sends 8-bit floats in 16 bits where a device lacks them.
         """
-        of_kernel = sharding.spec(*self.axes)
-        before = [None if dim == self._scattered else axis for dim, axis in enumerate(of_kernel)]
+        kernel_axes = sharding.spec(*self.axes)
+        before = [None if dim == self._scattered else axis for dim, axis in enumerate(kernel_axes)]
         sent_as = jnp.int8 if x_DFKN.dtype.itemsize == 1 else x_DFKN.dtype
         sent = jax.lax.bitcast_convert_type(x_DFKN, sent_as)
-        for spec in (PartitionSpec(data, "fsdp", *before), PartitionSpec(data, None, *of_kernel)):
+        for spec in (PartitionSpec(data, "fsdp", *before), PartitionSpec(data, None, *kernel_axes)):
             sent = jax.lax.with_sharding_constraint(sent, spec)
         return jax.lax.bitcast_convert_type(sent, x_DFKN.dtype)
 

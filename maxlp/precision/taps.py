@@ -11,7 +11,7 @@ appears only in the layer where it arises. ``given`` is overwritten with its gra
 unrolled, with remat, on any mesh without pipeline stages.
 
 A tap is at the input and at the output of each module in `TAPPED`; layers of the same input
-(`layers.of_same_input`) share the first one's tap there.
+(`layers.apply_to_same_input`) share the first one's tap there.
 """
 
 import dataclasses

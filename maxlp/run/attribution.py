@@ -28,7 +28,7 @@ from maxlp.precision import switches
 from maxlp.precision.health import percent
 from maxlp.precision.recipes import GEMMS
 from maxlp.precision.replace import replace_quant_dots
-from maxlp.run.reopen import batch_of, reopened
+from maxlp.run.reopen import batch_of, open_or_create_run
 from maxlp.run.settings import Settings
 from maxlp.runtime import files
 
@@ -275,7 +275,7 @@ def evaluator(
     if s.recipe("lm_head").gemms:  # whose statistics are lost in chunks, see `Llama.head`
         loss = dataclasses.replace(loss, **s.family.plain_loss)
     s = dataclasses.replace(s, model=model, loss=loss)
-    with reopened(s, workdir, step, same_precision=same_precision) as at:
+    with open_or_create_run(s, workdir, step, same_precision=same_precision) as at:
         state, batch, step = batch_of(at, step)
         yield Evaluate(at.graphdef, at.run.gradients, state, batch), step
 

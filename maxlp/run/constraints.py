@@ -61,7 +61,7 @@ def float16_is_scaled(s: Settings, machine: Machine) -> str | None:
     return "model.dtype=float16 needs precision.loss_scale or scalify; use --config=FILE:precision=fp16"
 
 
-def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
+def scalify_is_compatible(s: Settings, machine: Machine) -> str | None:
     """Scale propagation replaces all other scales, and needs the whole gradient in plain XLA operations."""
     if s.precision.scalify == "none":
         return None
@@ -70,7 +70,7 @@ def scalify_has_the_gradients(s: Settings, machine: Machine) -> str | None:
     return combinations.scalify_refusal(s, machine)
 
 
-def low_communication_is_of_sums(s: Settings, machine: Machine) -> str | None:
+def low_communication_is_compatible(s: Settings, machine: Machine) -> str | None:
     """Gradients in 8 bits are sums over rows; replicas that train alone share parameters in float32."""
     if s.precision.exchange == s.precision.scatter == "none" and s.train.local is None:
         return None
@@ -119,7 +119,7 @@ def rounded_params_have_16_bits(s: Settings, machine: Machine) -> str | None:
     )
 
 
-def averages_are_of_float32(s: Settings, machine: Machine) -> str | None:
+def averages_are_in_float32(s: Settings, machine: Machine) -> str | None:
     """An average over t steps moves by 1/t of a difference, which a parameter in bfloat16 rounds away."""
     if not s.optimizer.kind.averages or s.model.param_dtype == "float32" or s.train.lora is not None:
         return None
@@ -163,7 +163,7 @@ def mesh_divides_params(s: Settings, machine: Machine) -> str | None:
     return None
 
 
-def learned_tokenizer_fits_model(s: Settings, machine: Machine) -> str | None:
+def trained_tokenizer_fits_model(s: Settings, machine: Machine) -> str | None:
     """Every token has an embedding. (A tokenizer from a file is read, and checked, when the run starts.)"""
     spec = s.data.tokenizer
     if not spec.startswith("bpe:"):
@@ -179,12 +179,12 @@ def too_many_tokens(s: Settings, size: int) -> str | None:
     spec, (key, room) = s.data.tokenizer, s.family.vocabulary(s.model)
     if size <= room:
         return None
-    way_out = f"set config.{key}={size}"
+    remedy = f"set config.{key}={size}"
     if s.train.init_from and not s.train.swap_tokenizer:  # whose vocabulary is what it is
-        way_out = "give that of the weights"
+        remedy = "give that of the weights"
         if s.family.generates_text:
-            way_out += f", or exchange it: --from={s.train.init_from} --swap_tokenizer={spec}"
-    return f"data.tokenizer={spec} has {size:,} tokens, but config.{key}={room:,}; {way_out}"
+            remedy += f", or exchange it: --from={s.train.init_from} --swap_tokenizer={spec}"
+    return f"data.tokenizer={spec} has {size:,} tokens, but config.{key}={room:,}; {remedy}"
 
 
 # --- optimizer ------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def targets_are_matrices(s: Settings, machine: Machine) -> str | None:
     return None
 
 
-def adascale_has_batches(s: Settings, machine: Machine) -> str | None:
+def adascale_has_microbatches(s: Settings, machine: Machine) -> str | None:
     """AdaScale compares the gradients of microbatches, and counts steps of a batch of at least one row."""
     if s.optimizer.adascale is None:
         return None
@@ -223,12 +223,12 @@ def swapped_vocabularies_are_trained(s: Settings, machine: Machine) -> str | Non
     """Rows of new tokens start from those of other tokens, and have to be learned."""
     if not s.train.swap_tokenizer:
         return None
-    from maxlp.run import swap  # few runs need it
+    from maxlp.run import tokenizer_swap  # few runs need it
 
-    return swap.refusal(s.train)
+    return tokenizer_swap.refusal(s.train)
 
 
-def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
+def adapters_are_compatible(s: Settings, machine: Machine) -> str | None:
     """Adapters are small and in float32: releasing, sampling, projecting or rounding saves nothing."""
     if s.train.lora is None:
         return None
@@ -240,7 +240,7 @@ def adapters_are_few_numbers(s: Settings, machine: Machine) -> str | None:
 # --- released gradients ---------------------------------------------------------------------------------
 
 
-def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
+def released_gradients_are_compatible(s: Settings, machine: Machine) -> str | None:
     """A layer is updated as soon as its own gradient is complete, before those of other layers are."""
     if not s.train.release_gradients:
         return None
@@ -249,7 +249,7 @@ def released_gradients_are_applied(s: Settings, machine: Machine) -> str | None:
     return combinations.release_refusal(s, machine)
 
 
-def released_gradients_let_states_offload(s: Settings, machine: Machine) -> str | None:
+def offloading_needs_released_gradients(s: Settings, machine: Machine) -> str | None:
     """An ordinary step fetches the state of all layers at once, and saves no memory on the device."""
     if not s.optimizer.offload or s.train.release_gradients:
         return None
@@ -276,7 +276,7 @@ def guard_uses_its_settings(s: Settings, machine: Machine) -> str | None:
     return None
 
 
-def outputs_are_made(s: Settings, machine: Machine) -> str | None:
+def outputs_can_be_made(s: Settings, machine: Machine) -> str | None:
     """A trace, checkpoint or label that cannot be made would be silently left out."""
     start, steps, metrics = s.profile.keywords.get("start", 0), s.train.total_steps, s.metrics.keywords
     if start > steps:
@@ -296,25 +296,25 @@ RULES = (
     batch_divides,
     attention_runs,
     float16_is_scaled,
-    scalify_has_the_gradients,
-    low_communication_is_of_sums,
+    scalify_is_compatible,
+    low_communication_is_compatible,
     both_phases_have_the_same_state,
     skipped_tensors_have_moments,
     float16_params_have_scales,
     rounded_params_have_16_bits,
-    averages_are_of_float32,
-    adascale_has_batches,
+    averages_are_in_float32,
+    adascale_has_microbatches,
     magnitudes_are_not_pipelined,
-    released_gradients_are_applied,
-    released_gradients_let_states_offload,
+    released_gradients_are_compatible,
+    offloading_needs_released_gradients,
     precision_fits_model,
     recipe_uses_its_options,
-    learned_tokenizer_fits_model,
+    trained_tokenizer_fits_model,
     mesh_divides_params,
     adapters_start_from_weights,
     swapped_vocabularies_are_trained,
-    adapters_are_few_numbers,
+    adapters_are_compatible,
     targets_are_matrices,
     guard_uses_its_settings,
-    outputs_are_made,
+    outputs_can_be_made,
 )

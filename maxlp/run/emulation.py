@@ -17,23 +17,23 @@ def warnings(s: Settings, device_kind: str) -> list[str]:
     if not peaks:
         return []
     effect = "multiplied in 16 or 32 bits, which is no faster than precision.recipe=bf16"
-    if lacked := _emulated(s, peaks, replicas_are_apart=False):
+    if lacked := _emulated(s, peaks, replicas_are_separate=False):
         return [
             f"{device_kind} does not multiply the formats of {lacked}: the quantized values are {effect}"
         ]
-    if s.replicas_are_apart and (lacked := _emulated(s, peaks, replicas_are_apart=True)):
+    if s.replicas_are_separate and (lacked := _emulated(s, peaks, replicas_are_separate=True)):
         return [f"with precision.exchange or train.local the blocks of {lacked} are {effect}"]
     return []
 
 
-def _emulated(s: Settings, peaks: Collection[str], *, replicas_are_apart: bool) -> str:
+def _emulated(s: Settings, peaks: Collection[str], *, replicas_are_separate: bool) -> str:
     """The recipes with such matmuls, and which these are."""
     recipes = {s.recipe(path).name: s.recipe(path).gemms for path in s.matmuls}
     emulated = {
         name: [
             gemm
             for gemm, pair in gemms.items()
-            if blocks.rate(pair, replicas_are_apart=replicas_are_apart) not in {*peaks} - {"bfloat16"}
+            if blocks.rate(pair, replicas_are_separate=replicas_are_separate) not in {*peaks} - {"bfloat16"}
         ]
         for name, gemms in recipes.items()
     }

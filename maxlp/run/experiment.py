@@ -164,8 +164,8 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
         from maxlp.monitoring.skip_guard import SkipGuard
 
         gates["guard"] = SkipGuard(s.spikes)
-    knows_gates = not s.train.release_gradients and s.train.local is None
-    assert knows_gates or not gates, f"run.combinations has to refuse the gates {', '.join(gates)}"
+    supports_gates = not s.train.release_gradients and s.train.local is None
+    assert supports_gates or not gates, f"run.combinations has to refuse the gates {', '.join(gates)}"
     if s.train.release_gradients:
         from maxlp.core import fused_backward
         from maxlp.parallel.by_layers import like_params
@@ -188,10 +188,10 @@ def assemble(settings: Settings, machine: Machine, mesh: Mesh) -> Experiment:
             step = functools.partial(step, update_arguments=adascale.update_arguments)
     after_update = family.after_update(s.model)
     step = functools.partial(step, tx=optimizer.tx, optimizer_metrics=metrics, after_update=after_update)
-    if s.replicas_are_apart:
+    if s.replicas_are_separate:
         from maxlp.run import low_communication  # few runs need it
 
-        model, optimizer, step = low_communication.between_replicas(s, machine, model, optimizer, step)
+        model, optimizer, step = low_communication.apply(s, machine, model, optimizer, step)
     return Experiment(
         settings=s,
         machine=machine,

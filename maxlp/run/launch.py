@@ -25,9 +25,9 @@ def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mappi
     run_dir.check_checkpoints(workdir)
     resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))
     if resumes:
-        from maxlp.run import misfit  # new runs do not need it
+        from maxlp.run import compatibility  # new runs do not need it
 
-        misfit.check(run, abstract, workdir, changed)
+        compatibility.check(run, abstract, workdir, changed)
     elif s.train.init_from:
         from maxlp.run import pretrained  # few runs need it
 

@@ -10,7 +10,7 @@ from maxlp.core.train_step import Step
 from maxlp.run.settings import Machine, Settings
 
 
-def between_replicas(
+def apply(
     s: Settings, machine: Machine, model: MakeModel, optimizer: Any, step: Any
 ) -> tuple[MakeModel, Any, Step]:
     """Model, optimizer and step of a run with ``train.local`` or ``precision.exchange``.
@@ -24,7 +24,7 @@ def between_replicas(
         return replicas.with_errors(model, count), optimizer, functools.partial(step, gradients=exchanged)
     gradients = s.family.gradients(s.loss, s.train.seed, s.train.microbatches, alone=True)
     alone = functools.partial(step, gradients=gradients)
-    tx, step = local_steps.join(
+    tx, step = local_steps.combine(
         optimizer.tx, alone, replicas=count, format_name=format_name, **vars(s.train.local)
     )
     return model, dataclasses.replace(optimizer, tx=tx), step

@@ -27,10 +27,10 @@ from maxlp.core.train_state import State, abstract_model, shardings
 from maxlp.core.train_step import loss_scale_of
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import RECIPES, RecipeOptions, make_recipe
-from maxlp.precision.capacity import gaussian_mse
+from maxlp.precision.gaussian_error import gaussian_mse
 from maxlp.run.attribution import distance, finite
 from maxlp.run.experiment import resolve_settings
-from maxlp.run.reopen import batch_of, reopened
+from maxlp.run.reopen import batch_of, open_or_create_run
 from maxlp.run.replay import without_recipe
 from maxlp.run.settings import Settings
 from maxlp.runtime import files
@@ -46,7 +46,7 @@ class Prediction:
         the recipe and in high precision; the recipes are ranked by it.
       error: ``‖g - h‖ / ‖h‖``.
       loss: change of the mean loss of the batches.
-      mse: see `capacity.gaussian_mse`.
+      mse: see `gaussian_error.gaussian_mse`.
     """
 
     name: str
@@ -160,7 +160,7 @@ def predictions(
         if not low.is_quantized:
             raise ValueError(f"--recipes: {spec!r} quantizes no matmul of this run; leave it out")
     plain = without_recipe(s)
-    with reopened(plain, workdir, step, same_precision=False) as at:
+    with open_or_create_run(plain, workdir, step, same_precision=False) as at:
         state, first, step = batch_of(at, step)
         more = device_batches(at.batches, at.run.mesh, num_batches - 1)
         batches = [first, *(batch for batch, _ in more)]

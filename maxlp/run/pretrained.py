@@ -128,7 +128,7 @@ class LibraryWeights:
         self.spec = spec
         self.folder = hub.fetch(spec, SMALL_FILES) if hub.is_id(spec) else Path(spec)
         self.family, self.format = weights.find_format(self.folder, format_name)
-        self.tensors = _Later(self._open)
+        self.tensors = _LazyTensors(self._open)
         with self.naming_config():
             self.config: Any = _model(self.family, self.format, self.folder, self.tensors)
         self.model: dict[str, Any] | None = _section(self.family, self.config)
@@ -152,8 +152,8 @@ class LibraryWeights:
                 )
             )
         )
-        if misfit := tree_spec.find_misfit(own, abstract, exact=False):
-            path, saved, wanted = misfit
+        if mismatch := tree_spec.find_mismatch(own, abstract, exact=False):
+            path, saved, wanted = mismatch
             raise ValueError(f"{path} is {saved} in the weights, but {wanted} here; change the config")
         if not hub.is_id(self.spec):
             shapes = {name: self._files.shape_of[name] for name in self.tensors}
@@ -178,7 +178,7 @@ class LibraryWeights:
         return Tensors(self.folder, file)
 
 
-class _Later(Mapping[str, np.ndarray]):
+class _LazyTensors(Mapping[str, np.ndarray]):
     """Tensors that are opened when one is asked for."""
 
     def __init__(self, open_tensors: Callable[[], Mapping[str, np.ndarray]]):
@@ -197,7 +197,7 @@ class _Later(Mapping[str, np.ndarray]):
 def check_written(family: Family, model: Any, weight_format: WeightFormat, folder: Path) -> None:
     """Raises a ValueError if the config files of a model, read again, describe another one."""
     written = _model(family, weight_format, folder, {})
-    if lost := same_model.other_model(_section(family, model), _section(family, written)):
+    if lost := same_model.model_differences(_section(family, model), _section(family, written)):
         raise ValueError(
             f"the files of this format would describe another model ({'; '.join(lost.values())}); choose "
             "another --format, or train with the values that it can hold"
@@ -303,7 +303,7 @@ def configure(
     c = c.copy_and_resolve_references()
     with c.unlocked():
         c.model, c.train.init_from = ConfigDict(section), spec
-        c.data.update(same_model.reads_texts(data, overrides))
+        c.data.update(same_model.text_keys(data, overrides))
         c.data.tokenizer = swap or tokenizer or their_tokenizer or c.data.get("tokenizer")
         if swap is not None:
             c.train.swap_tokenizer = True
@@ -386,7 +386,7 @@ def report_differences(s: Settings, workdir: Path) -> None:
         return
     if (model := find(s.train.init_from).model) is None:
         return
-    for key, line in same_model.other_model(model, _section(s.family, s.model)).items():
+    for key, line in same_model.model_differences(model, _section(s.family, s.model)).items():
         if key != "model.vocab_size" or not s.train.swap_tokenizer:
             distributed.print_primary(f"not as in the model of config.train.init_from: {line}")
 
@@ -399,7 +399,7 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
       made: the tokenizer of that spec.
     """
     theirs = find(init_from).tokenizer
-    way_out = "give theirs"
+    remedy = "give theirs"
     if theirs is None and not spec.startswith("bpe:"):
         return  # nothing is known about it
     if theirs is not None:
@@ -408,10 +408,10 @@ def check_tokenizer(init_from: str, spec: str, made: Tokenizer) -> None:
             theirs += f"?{options}"
         if _mean_the_same(made, make_tokenizer(theirs)):
             return
-        way_out = f"drop it and give --from={init_from}; to exchange theirs, add --swap_tokenizer={spec}"
+        remedy = f"drop it and give --from={init_from}; to exchange theirs, add --swap_tokenizer={spec}"
     raise ConfigError(
         f"config.data.tokenizer={spec} is not the tokenizer that config.train.init_from={init_from} was "
-        f"trained with; {way_out}"
+        f"trained with; {remedy}"
     )
 
 
@@ -450,7 +450,7 @@ def load(s: Settings, mesh: Mesh, workdir: Path | None) -> State:
     params = found.load(_abstract(_with_their_vocabulary(s, found), mesh), mesh)
     if not s.train.swap_tokenizer:
         return params
-    from maxlp.run.swap import swap_rows
+    from maxlp.run.tokenizer_swap import swap_rows
 
     assert workdir is not None
     if found.tokenizer is None:

@@ -24,7 +24,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.difference import Batch, Compiled, Recorded, Site
 from maxlp.run.earlier_versions import upgraded
 from maxlp.run.experiment import resolve_settings
-from maxlp.run.reopen import reopened
+from maxlp.run.reopen import open_or_create_run
 from maxlp.run.settings import Settings
 from maxlp.runtime import files, tree_spec
 
@@ -51,7 +51,7 @@ def record(
     """
     if _files(folder):
         raise ConfigError(f"--record={folder} has steps already; give a new folder")
-    with reopened(s, workdir, step) as at:
+    with open_or_create_run(s, workdir, step) as at:
         program = two_runs.program_of(at.run, jnp.finfo(s.model.dtype).nmant)
         positions = two_runs.positions(at.run)
         info = {"config": config, "positions": positions, "made_by": made_by()}

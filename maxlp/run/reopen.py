@@ -28,7 +28,7 @@ from maxlp.runtime import checkpoint
 from maxlp.runtime.messages import counted
 
 
-class Opened(NamedTuple):
+class OpenRun(NamedTuple):
     """A run in the state after ``start`` steps; the next of ``batches`` is that of step ``start`` + 1."""
 
     run: Experiment
@@ -39,7 +39,7 @@ class Opened(NamedTuple):
     batches: Any
 
 
-class _Repeated:
+class _RepeatedBatches:
     """The batches that a run has drawn, from a position on, without those that rollbacks left out.
 
     Args:
@@ -65,9 +65,9 @@ class _Repeated:
 
 
 @contextlib.contextmanager
-def opened(
+def open_run(
     s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
-) -> Iterator[Opened]:
+) -> Iterator[OpenRun]:
     """The run of a workdir before a step, with the mesh set.
 
     Args:
@@ -100,18 +100,18 @@ def opened(
                 f"{s.precision.high_precision_from}), and the checkpoint to start from is of step {start}; "
                 f"use step {last} or an earlier one (report also takes --precision=bf16 or float32)"
             )
-        batches = _Repeated(batches, workdir, start, step)
-        yield Opened(run, graphdef, abstract, state, start, batches)
+        batches = _RepeatedBatches(batches, workdir, start, step)
+        yield OpenRun(run, graphdef, abstract, state, start, batches)
 
 
 @contextlib.contextmanager
-def reopened(
+def open_or_create_run(
     s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool = True
-) -> Iterator[Opened]:
-    """As `opened`, for `batch_of` the same step; without a workdir a new run, in a temporary folder.
+) -> Iterator[OpenRun]:
+    """As `open_run`, for `batch_of` the same step; without a workdir a new run, in a temporary folder.
 
     Raises:
-      ValueError: as `opened`, or the run has not come as far as the step.
+      ValueError: as `open_run`, or the run has not come as far as the step.
     """
     with contextlib.ExitStack() as stack:
         if workdir is None:
@@ -119,7 +119,7 @@ def reopened(
             prepare_tokenizer(s, workdir)
         elif step is not None:
             _check_step(workdir, step)
-        yield stack.enter_context(opened(s, workdir, step, same_precision=same_precision))
+        yield stack.enter_context(open_run(s, workdir, step, same_precision=same_precision))
 
 
 def _check_devices(s: Settings, workdir: Path) -> None:
@@ -146,7 +146,7 @@ def _check_step(workdir: Path, step: int) -> None:
         raise ValueError(f"--step={step} has no batch in {workdir}, which has taken {taken}")
 
 
-def batch_of(at: Opened, step: int | None) -> tuple[State, Batch, int]:
+def batch_of(at: OpenRun, step: int | None) -> tuple[State, Batch, int]:
     """The state before a step, the step's batch and its number; trains up to there if need be.
 
     Args:

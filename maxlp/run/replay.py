@@ -27,7 +27,7 @@ from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import late_phase, run_dir
-from maxlp.run.reopen import opened
+from maxlp.run.reopen import open_run
 from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime.files import shown
@@ -63,7 +63,7 @@ def replay(workdir: Path, spike_step: int, precision: str) -> Finding:
     c = late_phase.config_at(workdir, spike_step) if same else run_dir.load_config(workdir)
     s = with_precision(read(c), precision)
     lead = min(s.spikes.lead, spike_step - late_phase.last_early_step(workdir, s) - 1)
-    with opened(s, workdir, spike_step, lead, same_precision=same) as at:
+    with open_run(s, workdir, spike_step, lead, same_precision=same) as at:
         train_step = at.run.jit_step(at.graphdef, at.abstract)
         print(f"replaying steps {at.start + 1} to {spike_step}, precision {precision}")
         ahead = (batch for batch, _ in device_batches(at.batches, at.run.mesh, spike_step - at.start))

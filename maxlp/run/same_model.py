@@ -6,10 +6,10 @@ from typing import Any
 from maxlp.run import changes
 
 # Keys of the section ``data`` that decide which tokens a text becomes: the model knows no others.
-READS_TEXTS = ("tokenizer", "lowercase", "text_len")
+TEXT_KEYS = ("tokenizer", "lowercase", "text_len")
 
 
-def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def model_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Each key with which one model computes something else than another -> a line with both values.
 
     Args:
@@ -24,7 +24,7 @@ def other_model(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str
     }
 
 
-def reads_texts(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def text_keys(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a section ``data`` by which the texts that a model was trained on became tokens.
 
     Args:
@@ -33,7 +33,7 @@ def reads_texts(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     return {
         key: value
         for key, value in data.items()
-        if key in READS_TEXTS and value is not None and f"data.{key}" not in overrides
+        if key in TEXT_KEYS and value is not None and f"data.{key}" not in overrides
     }
 
 

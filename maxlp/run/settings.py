@@ -98,7 +98,8 @@ class TrainConfig:
         0, the last step is also evaluated on all validation data, as ``eval_full/``.
       init_from: weights to start from (`run.pretrained`): a run or checkpoint, a folder of another library
         or ``hf:ORG/NAME``; "" draws them at random.
-      swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``, see `run.swap`.
+      swap_tokenizer: exchange the tokenizer of these weights for ``data.tokenizer``
+        (`run.tokenizer_swap`).
       release_gradients: update each layer in the backward pass, so that the gradients of all layers never
         exist together; see `core.fused_backward`. The backward pass then recomputes each layer and scans
         over layers, whatever the model's ``remat`` and ``scan_layers``, and no per-tensor statistics are
@@ -239,7 +240,7 @@ class Settings:
         return _recipe(self.precision, name)
 
     @property
-    def replicas_are_apart(self) -> bool:
+    def replicas_are_separate(self) -> bool:
         """Whether replicas compute gradients of their own, in a `jax.shard_map` over ``data``."""
         return self.train.local is not None or self.precision.exchange != "none"
 

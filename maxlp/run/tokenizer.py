@@ -9,7 +9,7 @@ record the fingerprint of the tokenizer that they were trained with, and the dat
 import hashlib
 from pathlib import Path
 
-from maxlp.data.specs import of_key
+from maxlp.data.specs import naming_key
 from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, make_tokenizer
 from maxlp.run import run_dir
 from maxlp.run.changes import saved_data_state
@@ -60,7 +60,7 @@ def _make(s: Settings) -> Tokenizer:
     if spec.startswith("bpe:"):
         from maxlp.data.tokenizers.training import train_bpe
 
-        with of_key("config.data.source"):
+        with naming_key("config.data.source"):
             texts = s.family.tokenizer_texts(s.data, s.train.seed)
         size, ends = int(spec.removeprefix("bpe:")), not s.family.generates_text
         try:
@@ -68,7 +68,7 @@ def _make(s: Settings) -> Tokenizer:
         except ValueError as error:
             raise ConfigError(f"config.data.tokenizer={spec}: {error}") from error
     else:
-        with of_key("config.data.tokenizer"):
+        with naming_key("config.data.tokenizer"):
             made = make_tokenizer(spec)
     if message := too_many_tokens(s, made.vocab_size):
         raise ConfigError(f"config.{message}")

@@ -18,7 +18,7 @@ from maxlp.run.attribution import finite
 from maxlp.run.config import ConfigError
 from maxlp.run.difference import FACTOR, SEEDS, Batch, Compiled, Difference, Program
 from maxlp.run.experiment import Experiment, resolve_settings
-from maxlp.run.reopen import Opened, batch_of, reopened
+from maxlp.run.reopen import OpenRun, batch_of, open_or_create_run
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import files
@@ -108,7 +108,7 @@ def reports(
       ValueError: no such step, or settings whose programs cannot be compared.
     """
     bits, run_b = min(_bits(a, b), _bits(b, a)), resolve_settings(b)
-    with reopened(a, workdir, step) as at:
+    with open_or_create_run(a, workdir, step) as at:
         programs = [program_of(run, bits) for run in (at.run, run_b)]
         _check_states(*programs)
         state, first_batch, batches = steps_of(at, step, number, b)
@@ -123,7 +123,7 @@ def reports(
 
 
 def steps_of(
-    at: Opened, step: int | None, number: int, *others: Settings
+    at: OpenRun, step: int | None, number: int, *others: Settings
 ) -> tuple[State, Batch, Iterator[tuple[int, Batch]]]:
     """The state before a step, its batch, and each of ``number`` steps with its batch; all on the host.
 

@@ -33,7 +33,7 @@ def jit_step(
     """As `train_step.jit_step`, for a model with delayed scales that start cold."""
     warm = without_cold_start(graphdef, abstract)
     cold, warm = (train_step.jit_step(step, model, abstract, mesh) for model in (graphdef, warm))
-    check = jax.jit(functools.partial(full_steps, graphdef), out_shardings=sharding.replicated(mesh))
+    check = jax.jit(functools.partial(warm_steps, graphdef), out_shardings=sharding.replicated(mesh))
     return Programs(cold, warm, check, resumes)
 
 
@@ -47,14 +47,14 @@ class Programs:
 
     Attributes:
       cold, warm: the programs.
-      full_steps: see the function, of the state.
+      warm_steps: see the function, of the state.
       resumes: whether the first step has a state from a checkpoint.
       last: the program that ran last.
     """
 
     cold: Any
     warm: Any
-    full_steps: Any
+    warm_steps: Any
     resumes: bool = False
     last: Any = None
     _left: int = 0  # steps before which the host does not look at the state
@@ -62,7 +62,7 @@ class Programs:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         if not self._left or self._returned() is not state["step"]:  # another run's state may follow
-            self._left = int(self.full_steps(state))  # waits for the last step
+            self._left = int(self.warm_steps(state))  # waits for the last step
         program = self.warm if self._left else self.cold
         if program is self.warm and self.last is self.cold:
             print_primary(f"from step {int(state['step']) + 1} on, delayed scales come from histories")
@@ -91,7 +91,7 @@ def without_cold_start(graphdef: nnx.GraphDef, abstract: State) -> nnx.GraphDef:
     return nnx.graphdef(model)
 
 
-def full_steps(graphdef: nnx.GraphDef, state: State) -> jax.Array:
+def warm_steps(graphdef: nnx.GraphDef, state: State) -> jax.Array:
     """For how many steps, from the next one on, every history is certain to have a value.
 
     A step adds one value to a history, or none if a gate rejects it. So the newest one that is not 0 stays

@@ -437,10 +437,11 @@ def _find(path: str | os.PathLike[str], verify: bool = True) -> Path:
 def fitting_record(
     root: Path, abstract_state: Any, *, exact: bool, required: Names = None
 ) -> dict[str, Any]:
-    """The record of a step directory; a CheckpointError if its arrays differ (`tree_spec.find_misfit`)."""
+    """The record of a step directory; a CheckpointError if its arrays differ, see `tree_spec`."""
     record = files.read_json(root / _RECORD)
-    if misfit := tree_spec.find_misfit(record["arrays"], abstract_state, exact=exact, required=required):
-        path, saved, wanted = misfit
+    saved_arrays = record["arrays"]
+    if mismatch := tree_spec.find_mismatch(saved_arrays, abstract_state, exact=exact, required=required):
+        path, saved, wanted = mismatch
         raise CheckpointError(
             f"{root} does not fit this config: {path} is {saved} in the checkpoint and {wanted} in the "
             "config; use the config it was saved with or another directory"

@@ -1,7 +1,7 @@
 """The structure of a pytree as text: path, dtype and shape of every leaf."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,9 +31,17 @@ def shape_of(described: str) -> tuple[int, ...]:
     return tuple(int(size) for size in shape.rstrip("]").split(",") if size)
 
 
-def find_misfit(
+class Mismatch(NamedTuple):
+    """A leaf that differs between two trees: its path, and what it is in either, or "absent"."""
+
+    path: str
+    saved: str
+    wanted: str
+
+
+def find_mismatch(
     saved: Mapping[str, str], wanted: Any, *, exact: bool, required: Names = None
-) -> tuple[str, str, str] | None:
+) -> Mismatch | None:
     """Compares a saved structure with a requested one.
 
     Args:
@@ -44,8 +52,7 @@ def find_misfit(
       required: top-level entries; either side may lack others as a whole. None requires all.
 
     Returns:
-      Path of the first leaf that does not fit, parameters first, and what it is in `saved` and in
-      `wanted`; None if all leaves fit.
+      the first leaf that does not fit, parameters first; None if all leaves fit.
     """
     described = describe(wanted)
     paths = described.keys() | saved.keys() if exact else described.keys()
@@ -55,7 +62,7 @@ def find_misfit(
     for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
         old, new = saved.get(path, "absent"), described.get(path, "absent")
         if old != new and (exact or not _castable(old, new)):
-            return path, old, new
+            return Mismatch(path, old, new)
     return None
 
 

@@ -200,13 +200,13 @@ def _error(key: str, value: Any, hint: Any) -> str | None:
         if None in errors:
             return None
         # For a value of the right type, the message of the rule it breaks; else one that names all types.
-        of_type = (e for e, m in zip(errors, members, strict=True) if _is_of(value, _split(m)[0]))
+        of_type = (e for e, m in zip(errors, members, strict=True) if _is_instance(value, _split(m)[0]))
         return next(of_type, None) or _wrong_type(key, value, hint)
-    if not _is_of(value, hint):
+    if not _is_instance(value, hint):
         return _wrong_type(key, value, hint)
-    if isinstance(value, tuple) and (items := _of_items(key, value, hint)):
+    if isinstance(value, tuple) and (items := _item_error(key, value, hint)):
         return items
-    broken = _broken(value, rules)
+    broken = _rule_error(value, rules)
     return None if broken is None else f"{key}={value!r} {broken}"
 
 
@@ -218,7 +218,7 @@ def _split(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
     return hint, ()
 
 
-def _broken(value: Any, rules: tuple[Rule, ...]) -> str | None:
+def _rule_error(value: Any, rules: tuple[Rule, ...]) -> str | None:
     """The phrase of the first rule that a value of the right type breaks."""
     if isinstance(value, _INTEGER) and not -(2**63) <= value < 2**63:
         return "does not fit into 64 bits; use a smaller number"
@@ -233,7 +233,7 @@ def _broken(value: Any, rules: tuple[Rule, ...]) -> str | None:
     return None
 
 
-def _of_items(key: str, value: tuple, hint: Any) -> str | None:
+def _item_error(key: str, value: tuple, hint: Any) -> str | None:
     """The message for a tuple with an item that does not fit."""
     kinds = typing.get_args(hint)
     if not kinds:
@@ -249,7 +249,7 @@ def _of_items(key: str, value: tuple, hint: Any) -> str | None:
     return None
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _is_instance(value: Any, kind: Any) -> bool:
     """Whether a value is of a type, apart from what is in it."""
     if kind is None:
         return value is None

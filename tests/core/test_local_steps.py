@@ -84,7 +84,7 @@ def local(
 ) -> Trainer:
     """A `Trainer` of replicas that train alone for ``steps`` steps at a time."""
     inner = functools.partial(train_step.train_step, gradients=gradients, tx=tx)
-    outer, step = local_steps.join(
+    outer, step = local_steps.combine(
         tx,
         inner,
         replicas=mesh.shape["data"],

@@ -120,7 +120,7 @@ def test_a_full_disk_is_told_before_anything_is_copied(tmp_path, cache, monkeypa
         make_source(f"jsonl:{path}", "all")
 
 
-def test_a_cache_that_cannot_be_written_to_is_told_with_the_way_out(tmp_path, cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_to_is_told_with_the_remedy(tmp_path, cache, monkeypatch):
     path = compress(write_jsonl(tmp_path / "a.jsonl", TEXTS), ".gz")
     monkeypatch.setattr(local_cache.os, "access", lambda *_: False)
     assert not local_cache.has_room()

@@ -213,7 +213,7 @@ def test_another_run_in_the_workdir_starts_without_the_rollbacks_of_the_earlier(
 @pytest.mark.parametrize(
     "content", ["", "{}", "[3]", '[{"to": 0}]', '[{"to": 4, "spike": {"step": 5}, "batches": []}]']
 )
-def test_damaged_rollbacks_are_named_with_the_way_out(tmp_path, content):
+def test_damaged_rollbacks_are_named_with_the_remedy(tmp_path, content):
     (tmp_path / "spikes").mkdir()
     (tmp_path / "spikes" / "rollbacks.json").write_text(content)
     with pytest.raises(

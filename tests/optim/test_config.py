@@ -154,7 +154,7 @@ FREE = dict(name="schedule_free_adamw")
         ),
     ],
 )
-def test_errors_are_one_line_with_key_value_and_way_out(changes, message):
+def test_errors_are_one_line_with_key_value_and_remedy(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         make_optimizer(**changes)
     assert "\n" not in str(error.value)

@@ -371,14 +371,14 @@ def test_layers_of_one_input_quantize_it_once_with_the_same_results(name, option
             forward, backward = results[-1][2], results[-1][1][1]
         return results
 
-    ours = run(layers.of_same_input)
+    ours = run(layers.apply_to_same_input)
     with monkeypatch.context() as unfused:
         unfused.setattr(dot, "_written_once", lambda values: values)
         reference = run(separately)
     jax.tree.map(np.testing.assert_array_equal, ours, reference)
 
 
-@pytest.mark.parametrize("apply, casts", [(layers.of_same_input, 1), (separately, 2)])
+@pytest.mark.parametrize("apply, casts", [(layers.apply_to_same_input, 1), (separately, 2)])
 def test_a_shared_input_is_quantized_once(apply, casts):
     """In the program, so that it is also saved once for the backward pass."""
     structure, state = nnx.split(Pair(make_recipe("fp8_delayed", history=3)))

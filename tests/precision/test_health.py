@@ -13,7 +13,7 @@ from flax import nnx
 from maxlp.families.llama.task import NextTokenConfig
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import health, make_recipe
-from maxlp.run.probes import compiled
+from maxlp.run.measurements import compiled
 from tests.fixtures import (
     NO_EXCESS_PRECISION,
     Trainer,

@@ -12,7 +12,7 @@ from maxlp.families.llama.task import NextTokenConfig
 from maxlp.families.llama.task import batch_loss as next_token_loss
 from maxlp.nn import lora
 from maxlp.precision import magnitudes
-from maxlp.run.probes import compiled
+from maxlp.run.measurements import compiled
 from tests.families.clip.fixtures import make_batch, make_clip
 from tests.fixtures import LLAMA, Trainer, make_llama, make_mesh, precision_config
 

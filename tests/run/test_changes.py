@@ -195,7 +195,7 @@ def test_weights_are_of_another_model_if_it_computes_something_else():
     same = {"model.init_std": 0.5, "model.max_seq_len": 2048, "model.remat": "block"}
 
     def found(values):
-        return same_model.other_model(
+        return same_model.model_differences(
             load("debug").model.to_dict(), changed(load("debug"), values).model.to_dict()
         )
 

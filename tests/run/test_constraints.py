@@ -35,7 +35,7 @@ REFUSED = {
         ({"model.attention": "cudnn"}, 1, "gpu", "use model.attention=flash"),
     ],
     "float16_is_scaled": [({"model.dtype": "float16"}, 1, "cpu", "precision=fp16")],
-    "scalify_has_the_gradients": [
+    "scalify_is_compatible": [
         ({"precision.scalify": "fp16"}, 1, "cpu", "set model.dtype=float16"),
         (SCALIFY | {"precision.loss_scale.initial": 2.0}, 1, "cpu", "set no loss scale"),
         (SCALIFY | {"precision.recipe": "fp8_current"}, 1, "cpu", "set precision.recipe=bf16"),
@@ -50,7 +50,7 @@ REFUSED = {
         (SCALIFY | {"train.release_gradients": True}, 1, "cpu", "set train.release_gradients=False"),
         (SCALIFY | {"loss.num_chunks": 8}, 2, "cpu", "loss.num_chunks=8 on 2 devices cannot be combined"),
     ],
-    "low_communication_is_of_sums": [
+    "low_communication_is_compatible": [
         (INT8, 1, "cpu", "mesh.data=1, a single replica, cannot be combined with precision.exchange=int8"),
         (REPLICAS | {"mesh.stage": 2}, 4, "cpu", "set mesh.stage=1"),
         (REPLICAS | {"mesh.context": 2, "model.attention": "ring"}, 4, "cpu", "set mesh.context=1"),
@@ -142,7 +142,7 @@ REFUSED = {
         ({"optimizer.param_rounding": "float16_master"}, 1, "cpu", "is for model.param_dtype=bfloat16"),
         (BFLOAT16 | {"optimizer.param_rounding": "nearest"}, 1, "cpu", "param_dtype=float16"),
     ],
-    "averages_are_of_float32": [(BFLOAT16 | AVERAGED, 1, "cpu", "schedule_free_adamw; set float32")],
+    "averages_are_in_float32": [(BFLOAT16 | AVERAGED, 1, "cpu", "schedule_free_adamw; set float32")],
     "precision_fits_model": [
         ({"precision.rules": (("layers/mlp/fc", "fp8_current"),)}, 1, "cpu", "layers/mlp/fc"),
         ({"precision.recipe": "fp8_current", "precision.first_blocks": 4}, 1, "cpu", "first_blocks=4"),
@@ -221,7 +221,7 @@ REFUSED = {
             "precision.options.keep=1.0 has no effect",
         ),
     ],
-    "learned_tokenizer_fits_model": [
+    "trained_tokenizer_fits_model": [
         ({"data.tokenizer": "bpe:4k"}, 1, "cpu", "as in bpe:4096"),
         ({"data.tokenizer": "bpe:512?chat_template=plain"}, 1, "cpu", "without options"),
         ({"data.tokenizer": "bpe:512", "model.vocab_size": 256}, 1, "cpu", "model.vocab_size=512"),
@@ -253,11 +253,11 @@ REFUSED = {
         ({"optimizer.galore.rank": 512}, 1, "cpu", "above 192; lower it or set galore.rank=0"),
         (APOLLO | {"optimizer.options": {"rank": 193}}, 1, "cpu", "options.rank=193 must be at most 192"),
     ],
-    "adascale_has_batches": [
+    "adascale_has_microbatches": [
         (ADASCALE | {"train.microbatches": 1}, 1, "cpu", "raise train.microbatches"),
         (ADASCALE | {"optimizer.adascale": 999.0}, 1, "cpu", "data.batch_size="),
     ],
-    "released_gradients_are_applied": [
+    "released_gradients_are_compatible": [
         ({"train.release_gradients": True}, 1, "cpu", "clip_norm=0.0"),
         (RELEASED | {"train.microbatches": 2}, 1, "cpu", "=1"),
         (RELEASED | ADASCALE, 1, "cpu", "optimizer.adascale=2.0"),
@@ -279,7 +279,7 @@ REFUSED = {
         ({"train.swap_tokenizer": True}, 1, "cpu", "give --from"),
         ({**LORA, "train.swap_tokenizer": True}, 1, "cpu", "train.lora.rank=4 would leave frozen"),
     ],
-    "adapters_are_few_numbers": [
+    "adapters_are_compatible": [
         ({**LORA, "train.release_gradients": True, "optimizer.clip_norm": 0.0}, 1, "cpu", "frees nothing"),
         (SAMPLED | LORA, 1, "cpu", "freezes the kernels"),
         ({**LORA, "optimizer.galore.rank": 8}, 1, "cpu", "optimizer.galore"),
@@ -290,7 +290,7 @@ REFUSED = {
             "are in float32",
         ),
     ],
-    "released_gradients_let_states_offload": [
+    "offloading_needs_released_gradients": [
         ({"optimizer.offload": True}, 1, "cpu", "set train.release_gradients=True")
     ],
     "guard_uses_its_settings": [
@@ -302,7 +302,7 @@ REFUSED = {
         ),
         ({"spikes.guard": "skip", "spikes.skip_batches": 9}, 1, "cpu", "set spikes.guard=rollback"),
     ],
-    "outputs_are_made": [
+    "outputs_can_be_made": [
         ({"profile.start": 500, "train.total_steps": 400}, 1, "cpu", "lower it, or set 0"),
         (
             {"checkpoint.every_steps": 300, "checkpoint.keep_every": 500},
@@ -355,7 +355,7 @@ def refuse(values, devices, platform):
     [(rule, *case) for rule, cases in REFUSED.items() for case in cases],
     ids=lambda v: str(v)[:40],
 )
-def test_a_rule_refuses_with_a_key_and_a_way_out(rule, values, devices, platform, part):
+def test_a_rule_refuses_with_a_key_and_a_remedy(rule, values, devices, platform, part):
     message = refuse(values, devices, platform)
     assert re.match(r"config\.[a-z]+\.[a-z_]+", message) and "\n" not in message
     assert part in message

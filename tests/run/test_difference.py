@@ -80,17 +80,17 @@ def steps(a: Compiled, b: Compiled, number: int, change=lambda state: state):
 
 
 def keep_the_first_microbatch(patch):
-    def join_parts(state, parts):
+    def join_model_states(state, parts):
         return gradients.join_trees(state["model_state"], jax.tree.map(lambda x: x[0], parts))
 
-    patch.setattr(gradients, "join_parts", join_parts)
+    patch.setattr(gradients, "join_model_states", join_model_states)
 
 
 def add_gradients_in_bfloat16(patch):
     accumulate = gradients.accumulate
 
-    def narrow(of_part, params, parts):
-        grads, rest = accumulate(lambda part: of_part(part), params, parts)
+    def narrow(part_gradients, params, parts):
+        grads, rest = accumulate(lambda part: part_gradients(part), params, parts)
         return jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads), rest
 
     patch.setattr(gradients, "accumulate", narrow)

@@ -156,10 +156,10 @@ def test_weights_and_checkpoints_of_another_shape_are_refused(tmp_path, corpus):
     data = {"data.source": f"text:{corpus}"}
     save(tmp_path / "other", data | {"model.mlp_dim": 16})
     other = {"train.init_from": str(tmp_path / "other")}
-    misfit = r"does not fit this config: params/layers/mlp/down_proj/kernel is float32\[1,16,8\]"
-    with pytest.raises(ValueError, match=rf"^config\.train\.init_from={tmp_path}/other: .*{misfit}"):
+    mismatch = r"does not fit this config: params/layers/mlp/down_proj/kernel is float32\[1,16,8\]"
+    with pytest.raises(ValueError, match=rf"^config\.train\.init_from={tmp_path}/other: .*{mismatch}"):
         dry_run(tmp_path / "run", data | other)
-    with pytest.raises(ValueError, match=misfit):
+    with pytest.raises(ValueError, match=mismatch):
         dry_run(tmp_path / "other", data)
     # The run's own weights fit, and what a run would start from no longer matters when it resumes.
     dry_run(tmp_path / "run", data | other | {"model.mlp_dim": 16})

@@ -127,7 +127,7 @@ NO_SOURCE = '{"starts": [3], "model": {"name": "llama"}, "data": {"source": 7}}'
         ("run.json", lambda workdir: run_dir.record_launch(workdir, CONFIG, 0, 1)),
     ],
 )
-def test_damage_is_named_with_a_way_out_that_keeps_the_run_and_nothing_is_changed(
+def test_damage_is_named_with_a_remedy_that_keeps_the_run_and_nothing_is_changed(
     tmp_path, name, read, content
 ):
     started(tmp_path)

@@ -333,7 +333,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "values", "start"), BAD, ids=lambda v: str(v)[:60])
-def test_a_bad_value_is_one_line_with_key_value_and_way_out(family, values, start):
+def test_a_bad_value_is_one_line_with_key_value_and_remedy(family, values, start):
     got = message(with_values(family, values))
     assert got is not None and got.startswith(f"config.{start}") and "\n" not in got, got
 

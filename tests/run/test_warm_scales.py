@@ -114,7 +114,7 @@ def test_the_program_is_a_function_of_the_state_though_it_is_seldom_looked_at(le
 
     def look(state):
         looked.append(state)
-        return warm_scales.full_steps(graphdef, state)
+        return warm_scales.warm_steps(graphdef, state)
 
     programs = warm_scales.Programs(lambda *args: step(*args), lambda *args: step(*args), look)
     ran = []
@@ -136,7 +136,7 @@ def test_layers_that_are_not_quantized_keep_no_run_cold():
     config = precision_config("fp8_delayed", first_blocks=1, rules=(("layers/2/attn/q_proj", "bf16"),))
     trainer = Trainer(recipe=config, num_layers=3)
     state = with_full_histories(trainer.init())
-    assert warm_scales.full_steps(trainer.graphdef, state) == 1024
+    assert warm_scales.warm_steps(trainer.graphdef, state) == 1024
 
     def without(layer, name):
         def one(path, history):
@@ -145,7 +145,7 @@ def test_layers_that_are_not_quantized_keep_no_run_cold():
         return state | {"model_state": jax.tree.map_with_path(one, state["model_state"])}
 
     for layer, name, steps in ((0, "", 1024), (2, "q_proj", 1024), (2, "k_proj", 0), (1, "q_proj", 0)):
-        assert warm_scales.full_steps(trainer.graphdef, without(layer, name)) == steps
+        assert warm_scales.warm_steps(trainer.graphdef, without(layer, name)) == steps
 
 
 def test_a_run_that_resumes_compiles_the_cold_program_only_if_it_needs_it():

@@ -703,10 +703,10 @@ def test_of_several_leaves_that_do_not_fit_a_parameter_is_named_first():
     wanted = jax.tree.map(lambda x: jnp.zeros(len(x) + 1), saved)
     described = tree_spec.describe(saved)
     for exact in (True, False):
-        found = tree_spec.find_misfit(described, wanted, exact=exact)
+        found = tree_spec.find_mismatch(described, wanted, exact=exact)
         assert found == ("params/w", "float32[4]", "float32[5]")
     half = {"params": {"w": jnp.zeros(4, jnp.bfloat16)}}
-    assert tree_spec.find_misfit(described, half, exact=False) is None, "floats are cast, more is left"
-    assert tree_spec.find_misfit(described, half, exact=True)[0] == "params/w"
+    assert tree_spec.find_mismatch(described, half, exact=False) is None, "floats are cast, more is left"
+    assert tree_spec.find_mismatch(described, half, exact=True).path == "params/w"
     whole = {"params": {"w": jnp.zeros(4, jnp.int32)}}
-    assert tree_spec.find_misfit(described, whole, exact=False)[0] == "params/w"
+    assert tree_spec.find_mismatch(described, whole, exact=False).path == "params/w"

@@ -121,7 +121,7 @@ def test_a_port_in_use_is_named_before_jax_crashes(monkeypatch):
             distributed.initialize()
 
 
-def test_a_failed_detection_is_reported_with_the_way_out(calls, monkeypatch):
+def test_a_failed_detection_is_reported_with_the_remedy(calls, monkeypatch):
     def fails(**_):
         raise ValueError("coordinator_address should be defined.")
 

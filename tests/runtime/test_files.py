@@ -113,7 +113,7 @@ def test_unused_paths_are_numbered(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["ftp://bucket/run", "https://server/run", Path("gs://bucket/run")])
-def test_what_is_not_in_a_bucket_is_refused_with_the_way_out(path):
+def test_what_is_not_in_a_bucket_is_refused_with_the_remedy(path):
     with pytest.raises(ValueError, match=r"--workdir=\w+:/.*name one on disk, or at gs:// or s3://"):
         files.local_path(path, "--workdir")
 

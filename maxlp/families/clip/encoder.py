@@ -205,7 +205,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, S: int) -> jax.Array:
         """The output for rows of S positions, which `join_rows` may have joined."""
-        q_BSD, k_BSD, v_BSD = layers.of_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q_BSD, k_BSD, v_BSD = layers.apply_to_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         q_BSNH = self.heads(q_BSD, S, self.q_norm)
         k_BSNH = self.heads(k_BSD, S, self.k_norm)
         v_BSNH = self.heads(v_BSD, S)

@@ -105,7 +105,7 @@ def _cached_gradients(
         value, metrics = _mean_loss(nnx.merge(graphdef, params, forward, backward), features, config)
         return gradients.scaled(value, loss_scale), metrics
 
-    def of_part(part_and_gradients: tuple) -> tuple[dict, dict]:
+    def part_gradients(part_and_gradients: tuple) -> tuple[dict, dict]:
         part, feature_grads = part_and_gradients
 
         def product(params: dict, backward: dict) -> tuple[jax.Array, dict]:
@@ -121,6 +121,6 @@ def _cached_gradients(
     loss_grads = jax.grad(loss, argnums=(0, 1), has_aux=True)
     (head_grads, feature_grads), metrics = loss_grads(params, jax.tree.map(gradients.join_batch, features))
     feature_grads = gradients.split_batch(feature_grads, microbatches)
-    grads, model_state = gradients.accumulate(of_part, params, (parts, feature_grads))
+    grads, model_state = gradients.accumulate(part_gradients, params, (parts, feature_grads))
     grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, head_grads)
-    return gradients.unscaled(grads, loss_scale), gradients.join_parts(state, model_state), metrics
+    return gradients.unscaled(grads, loss_scale), gradients.join_model_states(state, model_state), metrics

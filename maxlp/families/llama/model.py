@@ -160,7 +160,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD, rope, positions_BS, segment_ids_BS, cache):
         B, S, _ = x_BSD.shape
-        q_BSD, k_BSD, v_BSD = layers.of_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        q_BSD, k_BSD, v_BSD = layers.apply_to_same_input(x_BSD, self.q_proj, self.k_proj, self.v_proj)
         q_BSNH = rotate(self.heads(q_BSD, self.q_norm), *rope)
         k_BSKH = rotate(self.heads(k_BSD, self.k_norm), *rope)
         v_BSKH = self.heads(v_BSD)
@@ -202,7 +202,7 @@ class Mlp(nnx.Module):
         self.down_proj = c.linear(c.mlp_dim, c.embed_dim, ("mlp", "embed"), rngs, residual=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        gate_BSF, up_BSF = layers.of_same_input(x_BSD, self.gate_proj, self.up_proj)
+        gate_BSF, up_BSF = layers.apply_to_same_input(x_BSD, self.gate_proj, self.up_proj)
         h_BSF = self.silu(gate_BSF) * up_BSF
         return self.down_proj(constrain(h_BSF, "batch", "seq", "act_mlp"))
 

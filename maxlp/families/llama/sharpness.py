@@ -25,7 +25,7 @@ EPSILON = 1e-3
 
 
 def measure(state: Any, batch: Any, *, graphdef: nnx.GraphDef) -> jax.Array:
-    """The sharpness on a batch; call it in a jitted function, as `run.probes` does."""
+    """The sharpness on a batch; call it in a jitted function, as `run.measurements` does."""
     model = nnx.merge(graphdef, state["params"], state["model_state"])
     return sharpness(*last_token(model, batch))
 

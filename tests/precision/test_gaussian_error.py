@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from maxlp.precision import make_recipe
-from maxlp.precision.capacity import gaussian_mse
+from maxlp.precision.gaussian_error import gaussian_mse
 
 
 def test_gaussian_error_of_equal_steps():

@@ -12,8 +12,8 @@ from maxlp.run import pretrained
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import resolve
 from maxlp.run.settings import read
-from maxlp.run.swap import pieces
 from maxlp.run.tokenizer import prepare_tokenizer
+from maxlp.run.tokenizer_swap import pieces
 from tests.pretrained import write_llama
 from tests.run.fixtures import changed, load
 

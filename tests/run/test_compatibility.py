@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from maxlp.core.train_state import State
-from maxlp.run import changes, misfit, run_dir
+from maxlp.run import changes, compatibility, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.experiment import Experiment, resolve
 from maxlp.run.launch import check_launch
@@ -107,4 +107,4 @@ def test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before(tmp_pa
 def test_a_gate_of_any_name_may_begin_or_end_with_a_start(tmp_path):
     save(tmp_path, {"spikes.guard": "skip"})
     _, run, abstract = prepared({}, 1)
-    misfit.check(run, abstract | {"norm_limit": {"rejected": abstract["step"]}}, tmp_path, {})
+    compatibility.check(run, abstract | {"norm_limit": {"rejected": abstract["step"]}}, tmp_path, {})

@@ -12,7 +12,7 @@ from maxlp.run.settings import read_model
 from maxlp.run.tokenizer import saved_tokenizer
 
 
-class Language:
+class LanguageModel:
     """A run of a language model, or imported weights.
 
     Attributes:

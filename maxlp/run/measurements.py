@@ -1,4 +1,4 @@
-"""Measurements of a run besides its steps: one more pass over a batch every so many steps."""
+"""Measurements during training, each one more pass over the batch of a step."""
 
 import functools
 import pkgutil
@@ -18,18 +18,18 @@ from maxlp.run.experiment import Experiment
 def make(run: Experiment, graphdef: nnx.GraphDef) -> list[tuple[int, Measure]]:
     """The measurements that a config asks for, each with the number of steps between them."""
     s, family = run.settings, run.family
-    config, probes = s.precision, []
-    probe = functools.partial(compiled, graphdef=graphdef)
+    config, found = s.precision, []
+    program = functools.partial(compiled, graphdef=graphdef)
     if config.health_every:
-        measure = probe(health.measure, health.metrics, gradients=run.gradients, loss_scale=loss_scale_of)
-        probes.append((config.health_every, measure))
+        measure = program(health.measure, health.metrics, gradients=run.gradients, loss_scale=loss_scale_of)
+        found.append((config.health_every, measure))
     if config.sharpness_every and family.sharpness is not None:
-        measure = probe(pkgutil.resolve_name(family.sharpness), lambda x: {"sharpness": float(x)})
-        probes.append((config.sharpness_every, measure))
+        measure = program(pkgutil.resolve_name(family.sharpness), lambda x: {"sharpness": float(x)})
+        found.append((config.sharpness_every, measure))
     if config.magnitudes_every:
-        measure = probe(magnitudes.measure, magnitudes.metrics, loss=family.loss(s.loss, s.train.seed))
-        probes.append((config.magnitudes_every, measure))
-    return probes
+        measure = program(magnitudes.measure, magnitudes.metrics, loss=family.loss(s.loss, s.train.seed))
+        found.append((config.magnitudes_every, measure))
+    return found
 
 
 def compiled(

@@ -40,7 +40,7 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
     newest, saved = _newest_arrays(workdir / "checkpoints")
     if newest is None:
         return
-    way_out = f"or start a new run from its weights, with --from={workdir} and another --workdir"
+    remedy = f"or start a new run from its weights, with --from={workdir} and another --workdir"
     before, now = num_replicas(saved), num_replicas(tree_spec.describe(abstract))
     if before and now and before != now:
         s = run.settings
@@ -48,24 +48,24 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
         reason = exchange if local is None else f"config.train.local.steps={local.steps}"
         raise ConfigError(
             f"config.mesh.data={now}: the checkpoints of {workdir} hold the states of {before} replicas "
-            f"({reason}); resume with config.mesh.data={before}, {way_out}"
+            f"({reason}); resume with config.mesh.data={before}, {remedy}"
         )
     try:
         checkpoint.fitting_record(newest, abstract, exact=True, required=CORE)
     except checkpoint.CheckpointError as error:
-        misfit = tree_spec.find_misfit(saved, abstract, exact=True, required=CORE)
-        part = misfit[0].partition("/")[0] if misfit else ""
+        mismatch = tree_spec.find_mismatch(saved, abstract, exact=True, required=CORE)
+        part = mismatch.path.partition("/")[0] if mismatch else ""
         reasons = [line for key, line in changed.items() if is_in(DECIDING.get(part, ()), key)]
         if not reasons:
             raise
         raise ConfigError(
             f"the checkpoints of {workdir} do not fit the changed config ({'; '.join(reasons)}); undo the "
-            f"change, {way_out}"
+            f"change, {remedy}"
         ) from error
     if (smooth := changed.get("precision.smooth_swiglu")) and _have_histories(saved, run):
         raise ConfigError(
             f"the amax histories in the checkpoints of {workdir} would be misread ({smooth}); undo the "
-            f"change, {way_out}"
+            f"change, {remedy}"
         )
 
 
