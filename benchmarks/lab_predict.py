@@ -140,7 +140,7 @@ def choices() -> dict[str, list[str]]:
                 found = attribution.attribution(evaluate, step)
                 print("\n".join(choice.table(evaluate, found, budget=0.5)), flush=True)
                 costs = choice.costs(evaluate, found)
-            high = choice.choose(costs, costs.share(costs.ends(1, 1)))
+            high = choice.choose(costs, costs.flops_share(costs.end_blocks(1, 1)))
             measured[spec] = choice.rules(costs, high)
         CHOICES.write_text(json.dumps(measured, indent=1) + "\n")
     return json.loads(CHOICES.read_text())

@@ -329,4 +329,4 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(main, words=1)
+    cli.run(main, num_arguments=1)

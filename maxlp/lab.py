@@ -262,4 +262,4 @@ def _wrote(path: Path) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(main, words=3)
+    cli.run(main, num_arguments=3)

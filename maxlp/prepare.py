@@ -334,4 +334,4 @@ def main(command: str = "") -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(main, words=1)
+    cli.run(main, num_arguments=1)

@@ -79,4 +79,4 @@ def replay_spike(run: Run, spike: int, precision: str) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(main, words=1)
+    cli.run(main, num_arguments=1)

@@ -376,9 +376,9 @@ def finish(workdir: Path) -> int:
 class Startup:
     """How long the stages before the first step took."""
 
-    def __init__(self, began: float):
+    def __init__(self, started_at: float):
         self.stages: list[tuple[str, float]] = []
-        self.last = began
+        self.last = started_at
 
     def mark(self, stage: str) -> None:
         now = time.monotonic()

@@ -852,7 +852,7 @@ PRECISION = [
             "if False:",
             "run/test_constraints.py",
         ),
-        ("if not of_rule.is_plain and not ", "if not "),
+        ("if not wanted.is_plain and not ", "if not "),
         ("if len(low) > 1:", "if len({recipe.name for recipe in low}) > 1:"),
     ),
     *_in(

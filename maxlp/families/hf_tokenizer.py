@@ -1,4 +1,4 @@
-"""A ``tokenizer.json`` for other libraries, and ``tokenizer_config.json``, which tells how to load it."""
+"""Tokenizers in Hugging Face's format: ``tokenizer.json``, and a ``tokenizer_config.json`` to load it."""
 
 import json
 from pathlib import Path

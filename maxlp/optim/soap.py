@@ -34,7 +34,7 @@ from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.parallel.by_layers import LikeParams, by_layer, gather_back, keep_spread, spread
-from maxlp.parallel.opt_state import OfLayers
+from maxlp.parallel.opt_state import SplitByLayers
 from maxlp.schema import Count
 
 
@@ -65,7 +65,7 @@ class SoapState(NamedTuple):
 
     count: jax.typing.ArrayLike
     mu: optax.Updates
-    whole: OfLayers | LikeParams
+    whole: SplitByLayers | LikeParams
 
 
 def scale_by_soap(
@@ -101,7 +101,7 @@ def _soap(
         zeros = optax.tree.zeros_like(widened(params))
         left = jax.tree.map(functools.partial(no_side, dim=-2), params)
         right = jax.tree.map(functools.partial(no_side, dim=-1), params)
-        whole = OfLayers(Rotated(zeros, left, right))
+        whole = SplitByLayers(Rotated(zeros, left, right))
         return SoapState(jnp.zeros([], jnp.int32), optax.tree.cast(zeros, mu_dtype), whole)
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:

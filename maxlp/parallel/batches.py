@@ -3,8 +3,8 @@
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -13,6 +13,16 @@ from jax.sharding import Mesh
 from maxlp.parallel.sharding import MESH_AXES, RULES, axis_names, batch_sharding, batch_shards
 
 AHEAD = 2  # batches that wait on the devices; `run.intact_batches` counts on this number
+
+
+class BatchIterator(Protocol):
+    """This process's rows of each batch, as arrays by name, and the position in the data."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last batch that was drawn, which a checkpoint saves."""
+        ...
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
@@ -53,7 +63,7 @@ def one_pass(data: Any, mesh: Mesh, limit: int | None = None) -> Iterator[dict]:
 
 
 def device_batches(
-    batches: Iterable[dict], mesh: Mesh, limit: int | None = None
+    batches: BatchIterator, mesh: Mesh, limit: int | None = None
 ) -> Iterator[tuple[dict[str, jax.Array], dict]]:
     """Global device batches, transferred ahead of their use, each with the iterator's state after it.
 

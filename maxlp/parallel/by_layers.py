@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxlp.parallel.opt_state import OfLayers
+from maxlp.parallel.opt_state import SplitByLayers
 from maxlp.parallel.sharding import spec
 
 # `context` splits the parts into which `fsdp` splits a dim, and has to leave it first.
@@ -20,19 +20,20 @@ ORDER = ("stage", "context", "fsdp", "tensor")
 
 
 class LikeParams(NamedTuple):
-    """What `OfLayers` holds, but sharded like the parameters."""
+    """What `SplitByLayers` holds, but sharded like the parameters."""
 
     state: Any
 
 
 def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation with `LikeParams` for its `OfLayers`: all devices update one layer at a time."""
+    """The transformation with `LikeParams` for `SplitByLayers`: all devices update one layer at a time."""
 
     def init(params: optax.Params) -> optax.OptState:
-        return jax.tree.map(lambda x: LikeParams(*x) if found(x) else x, tx.init(params), is_leaf=found)
+        state = tx.init(params)
+        return jax.tree.map(lambda x: LikeParams(*x) if is_split(x) else x, state, is_leaf=is_split)
 
-    def found(x: Any) -> bool:
-        return isinstance(x, OfLayers)
+    def is_split(x: Any) -> bool:
+        return isinstance(x, SplitByLayers)
 
     return optax.GradientTransformation(init, tx.update)
 

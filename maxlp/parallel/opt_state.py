@@ -16,7 +16,7 @@ class PerReplica(NamedTuple):
     state: Any
 
 
-class OfLayers(NamedTuple):
+class SplitByLayers(NamedTuple):
     """State of whole matrices, split by layers (`by_layers.spec_of_layers`)."""
 
     state: Any
@@ -57,8 +57,8 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
       dim that is not split;
     * is replicated otherwise (one number a layer, factored moments).
 
-    The first dim of `PerReplica` is split over ``data``, and the others as above; `OfLayers` is split by
-    layers.
+    The first dim of `PerReplica` is split over ``data``, and the others as above; `SplitByLayers` is
+    split by layers.
 
     Args:
       opt_state: as shapes.
@@ -79,7 +79,7 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
             split = jax.tree.map_with_path(one, mine, is_leaf=_is_container)
             first = spec("replica")
             return PerReplica(jax.tree.map(lambda x: x.update(spec=PartitionSpec(*first, *x.spec)), split))
-        if isinstance(leaf, OfLayers):
+        if isinstance(leaf, SplitByLayers):
             from maxlp.parallel.by_layers import spec_of_layers
 
             return jax.tree.map(lambda x: NamedSharding(mesh, spec_of_layers(x.shape, mesh)), leaf)
@@ -93,7 +93,7 @@ def places(opt_state: Any, params: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _is_container(x: Any) -> bool:
-    return isinstance(x, Quantized | PerReplica | OfLayers)
+    return isinstance(x, Quantized | PerReplica | SplitByLayers)
 
 
 def _like_param(shape: tuple[int, ...], param: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:

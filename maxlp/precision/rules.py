@@ -48,14 +48,14 @@ def choose(
     in_stacks = any(stack for stack, *_ in shapes.values())
     layers = _paths_of_layers(model, matmuls)
     names_between = [names[ends[0] : len(names) - ends[1]] for names in layers.values()]
-    for pattern, of_rule in rules:
+    for pattern, wanted in rules:
         if not fnmatch.filter(itertools.chain(matmuls, *layers.values()), pattern):
             example = f" or, for a layer, {next(iter(layers.values()))[0]}" if layers else ""
             raise ValueError(
                 f"rules: pattern {pattern!r} matches no matmul; use one of the paths "
                 f"{', '.join(matmuls)}{example}"
             )
-        if not of_rule.is_plain and not fnmatch.filter(itertools.chain(matmuls, *names_between), pattern):
+        if not wanted.is_plain and not fnmatch.filter(itertools.chain(matmuls, *names_between), pattern):
             raise ValueError(
                 f"rules: pattern {pattern!r} matches only blocks that first_blocks={ends[0]} and "
                 f"last_blocks={ends[1]} keep in high precision; lower these, or name other layers"
@@ -63,7 +63,7 @@ def choose(
     found = {}
     for path, (stack, *dims) in shapes.items():
         default = recipe if min(dims) >= min_dim and (stack or not in_stacks) else RECIPES["bf16"]
-        found[path] = _of_matmul(path, layers.get(path, [path]), rules, default)
+        found[path] = _choose_for_matmul(path, layers.get(path, [path]), rules, default)
         between = range(ends[0], len(layers.get(path, ())) - ends[1])
         if between and found[path].plain.issuperset(between):
             found[path] = Chosen(RECIPES["bf16"])
@@ -81,13 +81,13 @@ def _paths_of_layers(model: nnx.Module, matmuls: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _of_matmul(path: str, layers: list[str], rules: Rules, default: Recipe) -> Chosen:
-    def of_layer(layer: str) -> Recipe:
+def _choose_for_matmul(path: str, layers: list[str], rules: Rules, default: Recipe) -> Chosen:
+    def recipe_of(layer: str) -> Recipe:
         names = (path, layer)
         found = (r for pattern, r in rules if any(fnmatch.fnmatchcase(name, pattern) for name in names))
         return next(found, default)
 
-    recipes = [of_layer(layer) for layer in layers]
+    recipes = [recipe_of(layer) for layer in layers]
     low = list(dict.fromkeys(recipe for recipe in recipes if not recipe.is_plain))
     if len(low) > 1:  # also of one name, with other options
         names = " and ".join(recipe.name for recipe in low)

@@ -122,7 +122,7 @@ def sites_of(model: nnx.Module) -> list[Site]:
 # --- one evaluation -------------------------------------------------------------------------------------
 
 
-class Evaluate:
+class SwitchEvaluator:
     """The loss and gradients of one batch with given switches, compiled once.
 
     It must be made and called with the mesh set.
@@ -196,7 +196,7 @@ def distance(grads: dict, reference: dict) -> dict[str, jax.Array]:
 
 
 def attribution(
-    evaluate: Evaluate, step: int, note: Callable[[int, int], None] = lambda *_: None
+    evaluate: SwitchEvaluator, step: int, note: Callable[[int, int], None] = lambda *_: None
 ) -> Attribution:
     """The effect of every site on the batch of a step.
 
@@ -242,8 +242,8 @@ def _flipped(on: Switches, site: Site) -> Switches:
 @contextlib.contextmanager
 def evaluator(
     s: Settings, workdir: Path | None, step: int | None, *, same_precision: bool = True
-) -> Iterator[tuple[Evaluate, int]]:
-    """The `Evaluate` of a step's batch, in the state before that step, and the number of the step.
+) -> Iterator[tuple[SwitchEvaluator, int]]:
+    """The `SwitchEvaluator` of a step's batch, in the state before that step, and the number of the step.
 
     Args:
       workdir: of a run; None starts a new one from the settings' seed, in a temporary folder.
@@ -277,7 +277,7 @@ def evaluator(
     s = dataclasses.replace(s, model=model, loss=loss)
     with open_or_create_run(s, workdir, step, same_precision=same_precision) as at:
         state, batch, step = batch_of(at, step)
-        yield Evaluate(at.graphdef, at.run.gradients, state, batch), step
+        yield SwitchEvaluator(at.graphdef, at.run.gradients, state, batch), step
 
 
 # --- output ---------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int,
       params: those that the run publishes; its model computes with them unquantized, in ``model.dtype``.
       sequences: number of sequences of validation data to measure the gated products on; at most all.
     """
-    s = _of_one_sequence(s, mesh)
+    s = _with_batches_of_one(s, mesh)
     paths: list[str] = []
 
     def make() -> nnx.Module:
@@ -57,7 +57,7 @@ def calibrated_params(s: Settings, workdir: Path, params: State, sequences: int,
     return folded(params, state, paths)
 
 
-def _of_one_sequence(s: Settings, mesh: Mesh) -> Settings:
+def _with_batches_of_one(s: Settings, mesh: Mesh) -> Settings:
     """The settings with batches of one row, on a mesh of this machine."""
     model = dataclasses.replace(s.model, attention=AUTO)
     data = dataclasses.replace(s.data, batch_size=1)

@@ -20,7 +20,7 @@ from flax import nnx
 
 from maxlp.precision import RECIPES
 from maxlp.precision.inject import matmuls
-from maxlp.run.attribution import Attribution, Evaluate, Switches
+from maxlp.run.attribution import Attribution, Switches, SwitchEvaluator
 from maxlp.run.settings import Settings
 
 MAX_UNITS = 10_000  # of a budget
@@ -42,15 +42,15 @@ class Costs:
     effects: np.ndarray
     sizes: np.ndarray
 
-    def share(self, high: np.ndarray) -> float:
+    def flops_share(self, high: np.ndarray) -> float:
         """The share of the FLOPs in high precision, bool (layers, P)."""
         return float((high * self.sizes).sum() / (len(high) * self.sizes.sum()))
 
-    def left(self, high: np.ndarray) -> float:
+    def remaining_error(self, high: np.ndarray) -> float:
         """The relative error of the gradients that is expected to remain."""
         return float(np.sqrt(self.effects[~high].sum()))
 
-    def ends(self, first: int, last: int) -> np.ndarray:
+    def end_blocks(self, first: int, last: int) -> np.ndarray:
         """bool (layers, P): all matmuls of blocks at either end."""
         layers = np.arange(len(self.effects))[:, None]
         ends = (layers < first) | (layers >= len(layers) - last)
@@ -76,7 +76,7 @@ def check(s: Settings, budget: float) -> Settings:
     return s
 
 
-def costs(evaluate: Evaluate, found: Attribution) -> Costs:
+def costs(evaluate: SwitchEvaluator, found: Attribution) -> Costs:
     """The costs of a model's matmuls inside its stack, from the effects of their operands."""
     model = nnx.merge(evaluate.graphdef, evaluate.state["params"], evaluate.state["model_state"])
     kernels = {path: module.kernel.shape for path, module in matmuls(model)}
@@ -135,26 +135,26 @@ def config(patterns: list[str]) -> str:
     return f"c.precision.first_blocks = 0\nc.precision.last_blocks = 0\nc.precision.rules = {value}"
 
 
-def table(evaluate: Evaluate, found: Attribution, budget: float) -> Iterator[str]:
+def table(evaluate: SwitchEvaluator, found: Attribution, budget: float) -> Iterator[str]:
     """What the choice and "first and last block" leave, expected and measured, and the choice's config."""
     c = costs(evaluate, found)
     in_high, _ = evaluate(evaluate.off)
     chosen = choose(c, budget)
     rows = {"everything low": np.zeros_like(chosen), f"chosen, at most {budget:.1%}": chosen}
     if len(c.effects) > 2:
-        ends = c.ends(1, 1)
-        share = c.share(ends)
+        ends = c.end_blocks(1, 1)
+        share = c.flops_share(ends)
         rows |= {"first and last block": ends, f"chosen, at most {share:.1%}": choose(c, share)}
     yield f"{'in high precision':<24}{'FLOPs':>8}{'expected error':>16}{'error':>10}{'Δloss':>10}"
     for title, high in rows.items():
         numbers, _ = evaluate(switched(evaluate, c, high))
         change = numbers["loss"] - in_high["loss"]
-        line = f"{title:<24}{c.share(high):>8.1%}{c.left(high):>16.1e}"
+        line = f"{title:<24}{c.flops_share(high):>8.1%}{c.remaining_error(high):>16.1e}"
         yield f"{line}{numbers['error']:>10.1e}{change:>+10.1e}"
     yield config(rules(c, chosen))
 
 
-def switched(evaluate: Evaluate, c: Costs, high: np.ndarray) -> Switches:
+def switched(evaluate: SwitchEvaluator, c: Costs, high: np.ndarray) -> Switches:
     """The switches of a model under the recipe, except for what stays in high precision."""
     on = {path: array.copy() for path, array in evaluate.off.items()}
     for site in evaluate.sites:

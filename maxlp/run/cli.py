@@ -158,11 +158,11 @@ class _Tuple(TupleParser):
         return tuple(argument.split(",")) if values == (argument,) else values
 
 
-def run(main: Callable[..., Any], words: int = 0) -> None:
-    """Runs a command: parses the flags, calls ``main(*words)``, and prints a user's mistake as one line.
+def run(main: Callable[..., Any], num_arguments: int = 0) -> None:
+    """Runs a command: parses flags, calls ``main(*arguments)``, prints a user's mistake as one line.
 
     Args:
-      words: how many positional arguments the command takes; any others are reported as mistyped flags.
+      num_arguments: the largest number of positional arguments; more are reported as mistyped flags.
     """
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -170,7 +170,7 @@ def run(main: Callable[..., Any], words: int = 0) -> None:
     try:
         app.run(
             lambda argv: _exit_on_error(main, argv[1:]),
-            flags_parser=functools.partial(_parse_flags, words=words),
+            flags_parser=functools.partial(_parse_flags, num_arguments=num_arguments),
         )
     finally:
         _drop_unread_output()
@@ -190,14 +190,14 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
-def _parse_flags(argv: list[str], words: int) -> list[str]:
+def _parse_flags(argv: list[str], num_arguments: int) -> list[str]:
     given = {word.lstrip("-").partition("=")[0] for word in argv[1:] if word.startswith("-")}
     if "from" in given and "config" not in given:
         argv.insert(1, f"--config={FINETUNE}")
     argv[1:] = _config_first(argv[1:])
     try:
         rest = flags.FLAGS(argv)
-        unread = rest[1 + words :]
+        unread = rest[1 + num_arguments :]
         if unread:
             raise ValueError(f"argument {unread[0]!r} is not a flag; flags are --NAME=VALUE, see --help")
         _check_numbers()
@@ -239,12 +239,12 @@ def _one_line(error: BaseException) -> str:
     return text.replace("--workdir is missing; see --help", f"--workdir is missing; {folder}")
 
 
-def _exit_on_error(main: Callable[..., Any], words: list[str]) -> None:
+def _exit_on_error(main: Callable[..., Any], arguments: list[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     sys.unraisablehook = functools.partial(_end_if_interrupted, sys.unraisablehook)
     try:
-        sys.exit(main(*words))
+        sys.exit(main(*arguments))
     except (ValueError, FloatingPointError, KeyboardInterrupt, OSError) as error:
         if os.environ.get("MAXLP_TRACEBACK"):
             raise

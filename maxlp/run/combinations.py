@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from maxlp.run.settings import Machine, Settings
 
-Refused = tuple[bool, str, str]  # whether it is, its key and value, and what to set instead
+Refused = tuple[bool, str, str]  # whether a setting is refused, its key and value, what to set instead
 
 
 def first_refusal(feature: str, refused: Iterable[Refused]) -> str | None:

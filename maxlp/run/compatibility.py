@@ -1,4 +1,4 @@
-"""Whether the checkpoints of a resumed run fit its config, with the keys of the config as reasons.
+"""Checks that the checkpoints of a resumed run fit its config; an error names the keys that do not.
 
 What a run keeps besides its weights, such as moments, amax histories and the errors of replicas, can
 neither be dropped nor made up when a change of the config asks for it.

@@ -177,8 +177,8 @@ def _convert(hint: Any, key: str, value: Any) -> Any:
         return tuple(_convert(Any, key, item) for item in value)
     if not isinstance(value, ConfigDict | Mapping):
         return value
-    if (kind := schema.section(hint)) is None:  # keywords, of which unset ones keep their defaults
+    if (section_class := schema.section(hint)) is None:  # keywords, of which unset ones keep their defaults
         return {name: _convert(Any, key, item) for name, item in value.items() if item is not None}
     if type(None) in schema.options(hint) and all(item is None for item in value.values()):
         return None
-    return call(kind, key, value)
+    return call(section_class, key, value)

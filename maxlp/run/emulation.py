@@ -1,4 +1,4 @@
-"""Formats that the devices of a run lack: their matmuls are emulated and gain no speed."""
+"""Warnings for formats that the devices do not multiply: their matmuls are emulated and no faster."""
 
 from collections.abc import Collection
 

@@ -1,4 +1,4 @@
-"""The end of the data at a document that cannot be used, at the same step in all processes."""
+"""Ends the data before a document that cannot be used, at the same step in all processes."""
 
 from collections.abc import Iterator
 from typing import Any

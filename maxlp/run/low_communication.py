@@ -1,4 +1,4 @@
-"""Little communication between replicas: gradients in 8 bits, or parameters after steps of their own."""
+"""Training with less communication between replicas: gradients in 8 bits, or local steps (DiLoCo)."""
 
 import dataclasses
 import functools

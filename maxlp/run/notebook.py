@@ -1,4 +1,4 @@
-"""Commands in a notebook."""
+"""Runs the commands of maxlp in a notebook."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the config files of all families share: sections of a config, and argument strings."""
+"""What the config files of all families share: sections, and choices after the colon of --config."""
 
 import dis
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Whether the processes of a run were started alike."""
+"""Checks that all processes of a run have the same config, workdir and code."""
 
 import json
 

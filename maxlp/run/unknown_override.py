@@ -1,4 +1,4 @@
-"""What to say about an override of a key that the config does not have."""
+"""Error messages for overrides of keys that the config does not have."""
 
 import difflib
 from typing import Any

@@ -12,7 +12,7 @@ from maxlp.nn import layers
 from maxlp.parallel.batches import global_batch
 from maxlp.precision import RECIPES, make_recipe, switches
 from maxlp.precision.dot import QuantDot
-from maxlp.run.attribution import Evaluate
+from maxlp.run.attribution import SwitchEvaluator
 from tests.fixtures import Trainer, batch, precision_config
 
 # The scales of these recipes are powers of two: no rounding depends on how XLA fuses the program around a
@@ -21,11 +21,11 @@ EXACT = ["fp8_delayed", "fp8_rowwise_with_gw_hp", "mxfp8"]
 
 
 def evaluation(recipe, **options):
-    """An `Evaluate` of a small Llama under a recipe, and the trainer."""
+    """An `SwitchEvaluator` of a small Llama under a recipe, and the trainer."""
     trainer = Trainer(recipe=precision_config(recipe, **options))
     state, data = trainer.init(), global_batch(batch(0), trainer.mesh)
     with jax.set_mesh(trainer.mesh):
-        made = Evaluate(trainer.graphdef, trainer.gradients, state, data)
+        made = SwitchEvaluator(trainer.graphdef, trainer.gradients, state, data)
     return made, trainer
 
 

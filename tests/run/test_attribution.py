@@ -13,7 +13,7 @@ from maxlp.precision import RECIPES, Operand, switches
 from maxlp.precision.recipes import GEMMS
 from maxlp.precision.replace import replace_quant_dots
 from maxlp.run import attribution
-from maxlp.run.attribution import Effect, Evaluate, Site
+from maxlp.run.attribution import Effect, Site, SwitchEvaluator
 from maxlp.run.settings import read
 from tests.fixtures import Trainer, batch, make_llama, precision_config
 from tests.run.fixtures import TINY, changed, load
@@ -25,7 +25,7 @@ def evaluate(recipe, change_state=lambda state: state, make_model=None, **option
     trainer = Trainer(recipe=precision_config(recipe, **options), make_model=make_model)
     state, data = change_state(trainer.init()), global_batch(batch(0), trainer.mesh)
     with jax.set_mesh(trainer.mesh):
-        return Evaluate(trainer.graphdef, trainer.gradients, state, data)
+        return SwitchEvaluator(trainer.graphdef, trainer.gradients, state, data)
 
 
 @pytest.fixture(scope="module")

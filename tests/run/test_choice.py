@@ -37,8 +37,8 @@ def test_no_other_choice_leaves_less(seed):
     c = random_costs(seed)
     for budget in (0.01, 0.2, 0.4, 0.8):
         chosen = choice.choose(c, budget)
-        assert c.share(chosen) <= budget + 1e-9
-        np.testing.assert_allclose(c.left(chosen), brute_force(c, budget), rtol=1e-12)  # float64
+        assert c.flops_share(chosen) <= budget + 1e-9
+        np.testing.assert_allclose(c.remaining_error(chosen), brute_force(c, budget), rtol=1e-12)  # float64
 
 
 def test_sizes_without_a_common_factor_stay_within_the_budget():
@@ -47,9 +47,9 @@ def test_sizes_without_a_common_factor_stay_within_the_budget():
     c = Costs(PATHS, random_costs(0).effects, sizes)
     for budget in (1e7 / (4 * sizes.sum()), 0.2, 0.5):  # the first is 3,994 less than four matmuls
         chosen = choice.choose(c, budget)
-        assert c.share(chosen) <= budget
+        assert c.flops_share(chosen) <= budget
         worse = brute_force(c, budget * (1 - c.effects.size / choice.MAX_UNITS))
-        assert brute_force(c, budget) <= c.left(chosen) * (1 + 1e-12) <= worse * (1 + 2e-12)
+        assert brute_force(c, budget) <= c.remaining_error(chosen) * (1 + 1e-12) <= worse * (1 + 2e-12)
 
 
 def test_equal_effects_take_the_fewest_flops():
@@ -65,11 +65,13 @@ def test_equal_effects_take_the_fewest_flops():
 
 def test_shares_of_flops():
     c = random_costs(1)
-    nothing = c.ends(0, 0)
-    assert c.share(nothing) == 0 and c.left(nothing) == pytest.approx(np.sqrt(c.effects.sum()))
-    assert c.share(c.ends(1, 1)) == pytest.approx(1 / 2)
-    both = c.ends(1, 1) | (np.array(PATHS) == PATHS[0])
-    assert c.share(both) == pytest.approx(1 / 2 + c.sizes[0] / c.sizes.sum() / 2)
+    nothing = c.end_blocks(0, 0)
+    assert c.flops_share(nothing) == 0 and c.remaining_error(nothing) == pytest.approx(
+        np.sqrt(c.effects.sum())
+    )
+    assert c.flops_share(c.end_blocks(1, 1)) == pytest.approx(1 / 2)
+    both = c.end_blocks(1, 1) | (np.array(PATHS) == PATHS[0])
+    assert c.flops_share(both) == pytest.approx(1 / 2 + c.sizes[0] / c.sizes.sum() / 2)
 
 
 def kept(*names):
@@ -137,18 +139,18 @@ def test_what_is_measured_is_what_the_config_trains():
     state = trainer.init()
     with jax.set_mesh(trainer.mesh):
         data = global_batch(batch(0), trainer.mesh)
-        evaluate = attribution.Evaluate(trainer.graphdef, trainer.gradients, state, data)
+        evaluate = attribution.SwitchEvaluator(trainer.graphdef, trainer.gradients, state, data)
         effect = attribution.Effect(0.0, 0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         effects = dict.fromkeys(evaluate.sites, effect)
         costs = choice.costs(evaluate, attribution.Attribution(1, 0.0, 0.0, 0.0, 1.0, effects))
-        chosen = costs.ends(1, 0).copy()
+        chosen = costs.end_blocks(1, 0).copy()
         chosen[1, costs.paths.index("layers/mlp/down_proj")] = True
         chosen[0, costs.paths.index("layers/attn/q_proj")] = False
         chosen_loss = evaluate(choice.switched(evaluate, costs, chosen))[0]["loss"]
-        everything_low = evaluate(choice.switched(evaluate, costs, costs.ends(0, 0)))[0]["loss"]
+        everything_low = evaluate(choice.switched(evaluate, costs, costs.end_blocks(0, 0)))[0]["loss"]
     # Six operands of each matmul of one of two layers are low, as many matmuls as there are in a layer.
-    assert costs.left(chosen) == pytest.approx(0.1 * np.sqrt(6 * len(costs.paths)))
-    assert costs.share(costs.ends(1, 0)) == pytest.approx(0.5)
+    assert costs.remaining_error(chosen) == pytest.approx(0.1 * np.sqrt(6 * len(costs.paths)))
+    assert costs.flops_share(costs.end_blocks(1, 0)) == pytest.approx(0.5)
 
     rules = tuple((pattern, choice.HIGH) for pattern in choice.rules(costs, chosen))
     low = Trainer(recipe=precision_config("fp8_current", rules=rules))

@@ -1,4 +1,4 @@
-"""Constraints on a CLIP's settings beyond the rules of `run.constraints`."""
+"""Rules for the settings of a CLIP, besides those of `run.constraints`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a Llama's settings must fulfil beyond the rules of `run.constraints`."""
+"""Rules for the settings of a Llama, besides those of `run.constraints`."""
 
 from maxlp.parallel.schedule import PipelineConfig
 from maxlp.run.settings import Machine, Settings

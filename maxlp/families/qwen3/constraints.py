@@ -1,4 +1,4 @@
-"""What a Qwen3's settings must fulfil beyond the rules of `run.constraints`."""
+"""Rules for the settings of a Qwen3, besides those of `run.constraints`."""
 
 from maxlp.families.llama import constraints
 from maxlp.run.settings import Machine, Settings
