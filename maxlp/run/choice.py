@@ -103,7 +103,7 @@ def choose(c: Costs, budget: float) -> np.ndarray:
     most = np.zeros(int(capacity // unit) + 1)  # the effect that each number of units can take away
     taken = np.zeros((len(weights), len(most)), bool)
     for i, weight in enumerate(weights):
-        if effects[i] and weight < len(most):
+        if weight < len(most):
             with_it = most[: len(most) - weight] + effects[i]
             taken[i, weight:] = with_it > most[weight:]
             most[weight:] = np.maximum(most[weight:], with_it)

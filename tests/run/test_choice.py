@@ -1,5 +1,6 @@
 """The matmuls that `lab choose` keeps in high precision, against brute force, and its lines in a config."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -39,6 +40,43 @@ def test_no_other_choice_leaves_less(seed):
         chosen = choice.choose(c, budget)
         assert c.flops_share(chosen) <= budget + 1e-9
         np.testing.assert_allclose(c.remaining_error(chosen), brute_force(c, budget), rtol=1e-12)  # float64
+
+
+@pytest.mark.parametrize("num_layers", [3, 7])
+def test_the_share_of_any_set_is_enough_for_that_set(num_layers):
+    """`table` compares at the share of the first and last block, which is a rounded quotient."""
+    rng = np.random.default_rng(0)
+    for seed in range(50):
+        c = random_costs(seed, num_layers)
+        kept = rng.random(c.effects.shape) < 0.5
+        chosen = choice.choose(dataclasses.replace(c, effects=np.where(kept, c.effects, 0)), c.share(kept))
+        np.testing.assert_array_equal(chosen, kept)
+
+
+def test_the_table_compares_the_choice_with_the_first_and_last_block(monkeypatch):
+    c = random_costs(0, num_layers=5)
+
+    class Evaluate:
+        off = np.zeros(c.effects.shape, bool)
+
+        def __call__(self, high):
+            return {"loss": 2.0, "error": c.left(high)}, None
+
+    monkeypatch.setattr(choice, "costs", lambda *_: c)
+    monkeypatch.setattr(choice, "switched", lambda _, c, high: high)
+    _, *rows, config = choice.table(Evaluate(), None, 0.2)
+    numbers = [row[24:].replace("%", "").split()[:3] for row in rows]
+    shares, expected, errors = np.array(numbers, float).T
+    assert [row[:24].strip() for row in rows] == [
+        "everything low",
+        "chosen, at most 20.0%",
+        "first and last block",
+        "chosen, at most 40.0%",
+    ]
+    np.testing.assert_array_equal(expected, errors)
+    assert shares[0] == 0 and shares[1] <= 20 and shares[2] == 40 and shares[3] <= 40
+    assert errors[0] > errors[1] > errors[3] and errors[3] < errors[2]
+    assert config == choice.config(choice.rules(c, choice.choose(c, 0.2)))
 
 
 def test_sizes_without_a_common_factor_stay_within_the_budget():
