@@ -167,6 +167,23 @@ def test_another_recipe_has_none_of_the_options_and_rules_of_the_run(tmp_path, m
     assert (other.recipe, other.options, other.rules) == ("mxfp8", RecipeOptions(), ())
 
 
+@pytest.mark.parametrize(
+    ("own", "same"), [({"first_blocks": 1}, True), ({"rules": (("lm_head", "fp8_current"),)}, False)]
+)
+def test_a_choice_is_made_without_the_rules_of_the_run(own, same, tmp_path, monkeypatch):
+    """Without a rule a matmul has another recipe, whose scales the run's checkpoint does not hold."""
+
+    def stop(s, workdir, step, *, same_precision):
+        raise ValueError(f"{s.precision.rules} {s.precision.first_blocks} {same_precision}")
+
+    monkeypatch.setattr(attribution, "evaluator", stop)
+    s = read(load("debug"))
+    s = dataclasses.replace(s, precision=dataclasses.replace(s.precision, recipe="fp8_delayed", **own))
+    with pytest.raises(ValueError) as error:
+        lab.attribute(s, None, None, None, tmp_path, 5, budget=0.1)
+    assert str(error.value) == f"() 0 {same}"
+
+
 def test_runs_with_and_without_a_tokenizer_file_differ_in_their_configs(tmp_path):
     for name, tokenizer in {"a": "bytes", "b": "bpe:300"}.items():
         (tmp_path / name).mkdir()

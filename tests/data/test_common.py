@@ -32,6 +32,16 @@ def test_a_changed_setting_is_named_by_its_key_in_the_config(setting, name):
         common.check_settings({setting: 0}, {setting: 1}, allow_change=False)
 
 
+@pytest.mark.parametrize("size", [common.CACHED, common.CACHED + 1])
+def test_a_state_records_the_rounds_of_exactly_the_orders_that_depend_on_them(size, monkeypatch):
+    order = [common.shuffled(i, size, (0, 0, 0)) for i in range(100)]
+    recorded = common.shuffle_settings([5, size])
+    monkeypatch.setattr(common, "ROUNDS", common.ROUNDS + 2)
+    same = order == [common.shuffled(i, size, (0, 0, 0)) for i in range(100)]
+    assert same == (recorded == common.shuffle_settings([5, size]))
+    assert same == (size == common.CACHED)
+
+
 def test_a_state_with_an_order_of_an_earlier_version_goes_on_with_a_warning(caplog):
     assert not common.shuffle_settings([5, 2**16])
     settings = {"seed": 0} | common.shuffle_settings([5, 2**16 + 1])

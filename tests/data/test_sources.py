@@ -188,6 +188,16 @@ def test_record_split_takes_every_record_once(tmp_path, fraction, every, total):
     assert train == [str(i) for i in range(total) if i % every != every - 1]
 
 
+@pytest.mark.parametrize("split", ["train", "validation", "all"])
+def test_there_is_no_record_outside_of_a_split(tmp_path, split):
+    """The row beside its last one may be of another split."""
+    path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(25)])
+    source = open_source(parse_spec(f"jsonl:{path}?validation=0.1", split, "text"))
+    for index in (-1, len(source)):
+        with pytest.raises(IndexError, match=f"there is no document {index} in "):
+            source[index]
+
+
 def test_a_fraction_that_no_spacing_gives_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     for fraction, others in ((0.4, "0.5 or 0.333"), (0.3, "0.333 or 0.25"), (0.22, "0.25 or 0.2")):

@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import multiprocessing
+import types
 
 import numpy as np
 import pytest
 
-from maxlp.data import estimates, merge_states, sources, text
+from maxlp.data import common, estimates, merge_states, sources, text
 from maxlp.data.tokenizers.byte import ByteTokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.prepare import prepare_text
@@ -310,6 +312,40 @@ def test_mixture_shares_are_of_windows_and_windows_are_not_mixed(packing, monkey
     seen = np.bincount(largest.ravel(), minlength=4)[1:] / np.count_nonzero(largest)
     # Two windows more or less, of 500.
     np.testing.assert_allclose(seen, [0.5, 0.3, 0.2], atol=2 / 500)
+
+
+def test_mixture_shares_are_right_over_a_few_windows_as_well_as_over_many():
+    """Of any windows in a row, a source has at most two or three more than its share, or fewer."""
+    weights = np.array([0.5, 0.3, 0.2])
+    for num_streams in (1, 4):
+        plan, counts = types.SimpleNamespace(num_streams=num_streams), []
+        for block, number in itertools.product(range(1000 // num_streams), range(num_streams)):
+            stream = types.SimpleNamespace(
+                plan=plan, number=number, settings={"weights": weights}, queues=[None] * 3
+            )
+            counts.append(text._Stream._shares(stream, block, 1))
+        excess = np.cumsum(np.array(counts) - weights, axis=0)
+        assert (np.ptp(excess, axis=0) < 3).all()
+
+
+@pytest.mark.parametrize("num_streams", [1, 3, 8])
+def test_other_streams_continue_after_the_documents_that_were_read(num_streams):
+    """Document d is number d // n of stream d % n."""
+    plan = types.SimpleNamespace(num_streams=num_streams)
+    iterator = types.SimpleNamespace(_plan=plan, _rows=[(s, None) for s in range(num_streams)])
+    for read in itertools.product((0, 1, 7, 24), repeat=2):
+        saved = [[(count, 5), (0, 3)] for count in read]  # of two streams, and of a second source nothing
+        new = text.TextIterator._redistribute(iterator, saved)
+        for s in range(num_streams):
+            assert new[str(s)] == [(len(range(s, sum(read), num_streams)), 0), (0, 0)]
+
+
+def test_a_state_says_nothing_of_an_order_that_is_not_shuffled():
+    """Else a run would be told of changes in an order that it does not have."""
+    documents = [{"text": "1"}] * (common.CACHED + 1)
+    for shuffle in (False, True):
+        settings = make([documents], shuffle=shuffle, num_epochs=1).settings
+        assert (common.SHUFFLE_ROUNDS in settings) == shuffle
 
 
 def test_a_source_that_fails_is_reported_by_next():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.nn import decoding
 from maxlp.nn.decoding import Sampling, generate, padded_length, sample
 from tests.fixtures import LLAMA, make_llama, precision_config
 
@@ -50,6 +51,16 @@ def test_stops_at_the_end_token_of_each_row(model, expected):
     eos = expected[1][3]
     stopped = [row[: row.index(eos)] if eos in row else row for row in expected]
     assert greedy(model, PROMPTS, eos_id=eos) == stopped
+
+
+def test_nothing_is_generated_after_the_end_of_a_row(model, expected, monkeypatch):
+    """So that a batch is done when its last row is."""
+    filled, real = [], decoding._generate
+    monkeypatch.setattr(decoding, "_generate", lambda *a, **k: filled.append(real(*a, **k)) or filled[-1])
+    rows = greedy(model, PROMPTS, eos_id=expected[1][3])
+    assert any(0 < len(row) < NEW - 1 for row in rows)
+    for row, all_N in zip(rows, np.asarray(filled[0]).tolist(), strict=True):
+        assert all_N == row + [expected[1][3]] * (NEW - len(row))
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ def test_gaussian_data_is_clipped_where_its_squared_error_is_least(name):
     assert to.max == 2**to.bits - 1 and to.bits == int(name[-1])
 
 
-@pytest.mark.parametrize("name", ["fp8", "e9m2", "e1m2", "e4m24", "float8_e4m3"])
+@pytest.mark.parametrize("name", ["fp8", "e9m2", "e1m2", "e4m24", "e8m3fn", "e4m0fn", "float8_e4m3"])
 def test_unknown_names_are_one_line_errors(name):
     with pytest.raises(ValueError, match=r"format='.*' is unknown; one of float8_e4m3fn") as error:
         formats.get(name)

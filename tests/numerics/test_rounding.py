@@ -99,6 +99,26 @@ def test_stochastic_rounding_is_unbiased_and_picks_neighbours(name):
         assert abs(q.mean() - np.float32(value)) <= 4 * standard_error
 
 
+@pytest.mark.parametrize("name", [*formats.MATMULS, "e4m3", "e2m1fn", "e8m7"])
+def test_numbers_of_a_format_stay_as_they_are(name, monkeypatch):
+    """With any rounding, and whatever the noise."""
+    to, rng = formats.get(name), np.random.default_rng(0)
+    smallest = 2.0 ** (to.min_exponent - to.mantissa_bits) if 0 < to.exponent_bits < 8 else 0.1
+    largest = min(to.max, 1e30)
+    x = np.exp(rng.uniform(np.log(smallest), np.log(largest), 999)) * rng.choice([-1, 1], 999)
+    exact = np.asarray(cast(x, to)).astype(np.float32)
+    if to.odd:
+        assert (np.abs(exact) % 2 == 1).all() and (np.abs(exact - x) <= 1).all()
+    for noise in (0, 2**32 - 1):
+        monkeypatch.setattr(jax.random, "bits", lambda _, shape, dtype, n=noise: jnp.full(shape, n, dtype))
+        for how in ("nearest", "stochastic"):
+            again = rounding.cast(exact, to, how, jax.random.key(0))
+            np.testing.assert_array_equal(np.asarray(again).astype(np.float32), exact)
+    if not to.odd:  # the only formats without zero
+        again = rounding.cast(exact, to, "truncate")
+        np.testing.assert_array_equal(np.asarray(again).astype(np.float32), exact)
+
+
 @pytest.mark.parametrize(
     "dtype, drop, narrow", [("float32", 16, ml_dtypes.bfloat16), ("float16", 8, ml_dtypes.float8_e5m2)]
 )

@@ -74,6 +74,15 @@ def test_a_schedule_that_does_not_fit_is_refused(name, changes, message):
         make_schedule(name, **BASE | changes)
 
 
+def test_a_decay_takes_at_least_a_step_and_at_most_what_the_warmup_leaves():
+    for fraction, decay_steps in [(1 / 11, 1), (8 / 11, 8)]:
+        expected = 1 - 0.9 * np.clip(np.arange(3, 13) - (11 - decay_steps), 0, decay_steps) / decay_steps
+        np.testing.assert_allclose(values("wsd", decay_fraction=fraction)[3:], expected, rtol=ROUNDING)
+    for name in SCHEDULES:
+        if not takes(name, "decay_steps"):
+            np.testing.assert_array_equal(values(name, decay_fraction=0.9), values(name))
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rates_are_multiples_of_the_learning_rate(name):
     """The final rate is a fraction of the peak, not a number of its own."""

@@ -41,3 +41,32 @@ def test_exposed_collectives_add_to_the_slowest_resource():
     assert bound.network == pytest.approx(13.5e9 / 450e9) and bound.exposed == pytest.approx(0.02)
     assert bound.least == pytest.approx(0.5) and bound.expected == pytest.approx(0.52)
     assert bound.limit == "compute"
+
+
+def test_every_resource_can_be_the_slowest():
+    """Exposed collectives are a part of the network's time: they count once if it is the slowest."""
+    found = [
+        Collective("all-reduce", ("tensor",), 2, int(9e9), 1, overlapped=False),
+        Collective("all-gather", ("fsdp",), 4, int(6e9), 1, overlapped=True),
+    ]
+    groups, chip = roofline.group(found, H100, MESH), H100.chip
+    network, exposed = 13.5e9 / 450e9, 9e9 / 450e9
+    for limit, flops, hbm, host, expected in [
+        ("network", 0.001, 0.001, 0.001, network),
+        ("host", 0.01, 0.1, 0.5, 0.5 + exposed),
+        ("memory", 0.01, 0.4, 0.1, 0.4 + exposed),
+        ("compute", 0.3, 0.4, 0.5, 0.6 + exposed),  # two dtypes
+    ]:
+        of_dtypes = {"bfloat16": flops * 989e12, "float8": flops * 1979e12}
+        work = Work(of_dtypes, hbm * chip.hbm, host * chip.host)
+        bound = roofline.roofline(work, groups, H100)
+        assert bound.limit == limit and bound.expected == pytest.approx(expected)
+        assert bound.least == pytest.approx(max(2 * flops, hbm, host, network))
+
+
+def test_what_is_not_published_or_not_sent_takes_no_time():
+    """No bandwidth to the host's memory; no collective over one device."""
+    v5e = topologies.parse("v5e:2x4")
+    groups = roofline.group([Collective("all-gather", ("fsdp",), 1, 100, 1, overlapped=False)], v5e, MESH)
+    bound = roofline.roofline(Work({}, 0.0, 1e12), groups, v5e)
+    assert (bound.host, bound.network, bound.exposed) == (0, 0, 0)

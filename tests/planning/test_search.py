@@ -188,6 +188,26 @@ def test_layouts_do_not_change_the_numerics():
     assert found and all(key in layout or key.startswith("mesh.") for one in found for key in one.changes)
 
 
+def test_the_least_busy_of_equally_fast_layouts_is_first():
+    """Traffic with the host counts like that with the chip's memory and with other chips."""
+    topology = topologies.parse("h100:1x2")
+    s = small(optimizer__offload=True, optimizer__clip_norm=0.0, train__release_gradients=True)
+    state = state_shapes(s, Machine(dict(stage=1, data=1, fsdp=1, context=1, tensor=1), "cuda", ""))
+    found = layouts_of(s, topology)
+    assert len(found) == search.COUNT and found == sorted(found, key=lambda one: one.order)
+    for one in found:
+        new = search.changed(s, one.changes)
+        machine, cost = topology.machine(new), cost_of(new)
+        groups = group(cost.collectives(new, machine), topology, machine.axes)
+        time = roofline(cost.work(new, machine, state), groups, topology)
+        assert time.host > 0.01 * one.busy
+        assert one.busy == pytest.approx(time.compute + time.memory + time.network + time.host)
+    first, second = found[:2]
+    busier = dataclasses.replace(first, busy=2 * first.busy, changes={}, peak=0.0)
+    assert first.order < busier.order < dataclasses.replace(busier, rate=first.rate / 2).order
+    assert second.order[0] >= first.order[0]
+
+
 def test_layouts_keep_the_replicas_that_train_alone():
     """More or fewer of them would be another algorithm."""
     local = {"train.local": LocalConfig(steps=5), "train.total_steps": 10}

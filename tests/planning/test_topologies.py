@@ -1,6 +1,7 @@
 """Topologies by name: their devices, their published speeds, their errors."""
 
 import importlib.util
+import itertools
 import math
 
 import pytest
@@ -126,6 +127,15 @@ def test_bandwidth_of_mesh_axes():
     hybrid = {"data": 2, "fsdp": 256, "tensor": 1}
     assert topologies.axis_bandwidth(slices, hybrid, ("data",), dcn=2) == 3.125e9
     assert math.isinf(topologies.axis_bandwidth(slices, hybrid, ("tensor",)))
+
+
+def test_the_dimensions_of_a_torus_do_not_depend_on_what_its_axes_are_called():
+    """Nor on axes of size 1; ``data`` is between slices only if there are several."""
+    v5p, names = topologies.parse("v5p:8x8x8"), ("data", "fsdp", "context", "tensor")
+    for outer, inner in itertools.combinations(names, 2):
+        mesh = dict.fromkeys(names, 1) | {outer: 64, inner: 8}
+        assert topologies.axis_bandwidth(v5p, mesh, (outer,)) == pytest.approx(400e9), mesh
+        assert topologies.axis_bandwidth(v5p, mesh, (inner,)) == pytest.approx(200e9), mesh
 
 
 def test_what_no_ring_sends_between_hosts_is_sent_by_each_gpu():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from maxlp.precision import make_recipe
+from maxlp.precision import delayed, make_recipe
 from maxlp.precision.dot import QuantDot
 from tests.precision import fixtures
 
@@ -212,6 +212,17 @@ def test_a_history_of_one_holds_the_most_recent_amax():
         layer(*data(step))
         for history, a in zip(layer.histories, data(step), strict=True):
             np.testing.assert_array_equal(history, [np.abs(a).max()])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_only_a_history_of_zeros_is_cold(size):
+    """A history of small numbers is not, although amax values of gradients are below 1 as a rule."""
+    history, amax = jnp.float32([0, size, size / 2]), jnp.float32(5 * size)
+    for cold_start in (True, False):
+        assert delayed.delayed_amax(history, amax, cold_start) == history.max()
+        assert delayed.delayed_amax(0 * history, amax, cold_start) == (amax if cold_start else 0)
+    np.testing.assert_array_equal(delayed.push(history, amax), [amax, 0, history[1]])
+    np.testing.assert_array_equal(delayed.push(history, jnp.inf * amax), [0, 0, history[1]])
 
 
 def test_the_recipe_of_gaudi_is_the_published_one():

@@ -29,7 +29,8 @@ def expected_path(initial, interval, lowest, highest, finite):
 @pytest.mark.parametrize("lowest, highest", [(1.0, 2.0**24), (4.0, 16.0)])
 def test_the_scale_follows_an_independent_model(lowest, highest):
     finite = np.random.default_rng(0).random(400) < 0.8
-    finite[:12] = False  # down to the floor
+    finite[:3] = True  # just enough to grow
+    finite[3:15] = False  # down to the floor
     finite[100:160] = True  # and up to the ceiling
     ours = DynamicLossScale(8.0, 3, lowest, highest)
 
