@@ -2235,6 +2235,13 @@ RUN = [
         "run/late_phase.py",
         "run/test_late_phase.py",
         ("default=0) >= first", "default=0) > first"),
+        ("default=0) >= first", "default=1) >= first"),
+        # The precision of the late phase in place of the early one.
+        (
+            'if early["recipe"] != "bf16" or early["rules"]:',
+            "if True:",
+            "::test_the_early_precision_is_kept_when_the_late_phase_begins",
+        ),
         ("s.is_quantized != (step < first)", "s.is_quantized == (step < 0)"),
         ("step is None or step > last:", "True:", "run/test_replay.py"),
     ),
@@ -2748,8 +2755,10 @@ MONITORING = [
         ("loss <= mean + self._config.threshold * std", "loss <= mean + std"),
         (
             "step - self._last <= self._config.merge_steps",
-            "step - self._last < self._config.merge_steps - 1",
+            "step - self._last < self._config.merge_steps",
         ),
+        ("len(before) >= self._config.min_history", "len(before) > self._config.min_history"),
+        ("if std == 0 or loss", "if loss"),
         (
             "        if math.isfinite(loss):\n            self._losses.append(loss)\n",
             "        self._losses.append(loss)\n",
@@ -2762,6 +2771,11 @@ MONITORING = [
         "monitoring/skip_guard.py",
         "monitoring/test_guards.py",
         ("accepted = finite & ~(", "accepted = finite | ~("),
+        (
+            "std) & (std > 0)",
+            "std)",
+            "::test_a_step_is_rejected_above_the_threshold_of_a_sufficient_history",
+        ),
         ("self.config.guard_threshold * std) & (std > 0)", "self.config.threshold * std) & (std > 0)"),
         (
             '"seen": seen + finite',

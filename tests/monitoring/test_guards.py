@@ -86,6 +86,24 @@ def test_the_guard_on_the_device_and_the_detector_on_the_host_agree():
     assert accepted.count(False) >= 4
 
 
+def test_a_step_is_rejected_above_the_threshold_of_a_sufficient_history():
+    """Values of 1 and 3 in turn have a mean of 2 and a standard deviation of 1; equal ones have none."""
+    guard = SkipGuard(SpikeConfig(guard="skip", guard_threshold=3.0, min_history=16))
+    for spread, number, value, expected in [
+        (1.0, 16, 5.0, True),
+        (1.0, 16, 5.5, False),
+        (1.0, 15, 1e6, True),
+        (0.0, 16, 1e6, True),
+    ]:
+        history = np.resize([2 + spread, 2 - spread], number)
+        for name, other in (("loss", "grad_norm"), ("grad_norm", "loss")):
+            state = guard.init()
+            for before in history:
+                accepted, state, _ = guard.accept(state, {name: before, other: 1.0})
+                assert accepted
+            assert guard.accept(state, {name: value, other: 1.0})[0] == expected
+
+
 def test_a_persistent_change_of_level_is_accepted():
     accepted = accept_all(SpikeConfig(guard="skip", window=16), [*noisy(40), *(noisy(40) + 3)])
     assert all(accepted[:40]) and not accepted[40] and all(accepted[50:])

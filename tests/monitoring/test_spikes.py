@@ -25,6 +25,25 @@ def test_a_resumed_detector_finds_the_same_spikes():
     assert found[2][0].sigmas == math.inf
 
 
+def test_a_spike_is_above_the_threshold_of_a_sufficient_history():
+    """Losses of 1 and 3 in turn have a mean of 2 and a standard deviation of 1."""
+
+    def after(number, loss, spread=1.0):
+        detector = Detector(SpikeConfig(threshold=3.0, min_history=16))
+        assert not any(detector.observe(i, 2 + spread * (-1) ** i) for i in range(number))
+        return detector.observe(number, loss)
+
+    assert after(16, 5.0) is None and after(16, 5.5) == (16, 5.5, 2.0, 3.5, True)
+    assert after(15, 1e6) is None and after(16, 1e6, spread=0.0) is None
+    assert after(0, math.inf) is not None
+
+
+def test_spikes_that_follow_closely_are_one():
+    detector = Detector(SpikeConfig(merge_steps=10))
+    begins = [detector.observe(step, math.nan).begins for step in (0, 10, 20, 31, 42, 43)]
+    assert begins == [True, False, False, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -98,6 +98,8 @@ PROBS = np.array([0.05, 0.4, 0.25, 0.1, 0.2])
         (Sampling(1.0), PROBS),
         (Sampling(0.5), PROBS**2 / np.sum(PROBS**2)),
         (Sampling(1.0, top_k=2), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),
+        (Sampling(1.0, top_k=4), np.array([0, 0.4, 0.25, 0.1, 0.2]) / 0.95),
+        (Sampling(1.0, top_k=9), PROBS),
         (Sampling(1.0, top_p=0.6), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),
         (Sampling(1.0, top_p=0.3), np.array([0, 1, 0, 0, 0])),
         (Sampling(1.0, top_k=3, top_p=0.5), np.array([0, 0.4, 0.25, 0, 0]) / 0.65),

@@ -6,6 +6,7 @@ import pytest
 
 from maxlp.run import late_phase, run_dir
 from maxlp.run.config import ConfigError
+from maxlp.run.settings import read
 from maxlp.runtime.files import write_json
 from tests.run.fixtures import changed, load
 from tests.run_outputs import checkpoint, losses
@@ -62,6 +63,34 @@ def test_the_last_early_step_has_the_early_precision(tmp_path, step, recipe):
     early = c.precision.to_dict() | {"recipe": "nvfp4", "first_blocks": 0}
     write_json(tmp_path / late_phase.EARLY, {"last_step": 4, "precision": early})
     assert late_phase.config_at(tmp_path, step).precision.recipe == recipe
+
+
+def test_the_early_precision_is_kept_when_the_late_phase_begins(tmp_path):
+    """From the config of the last start; a start in the late phase changes nothing."""
+    late, early = (
+        changed(load("debug"), {"precision.high_precision_from": 4, "precision.recipe": recipe})
+        for recipe in ("bf16", "nvfp4")
+    )
+    kept = tmp_path / late_phase.EARLY
+    late_phase.begin(read(late), 4, tmp_path)  # a run without a config, so without early steps
+    run_dir.save_config(tmp_path, early)
+    late_phase.begin(read(early), 3, tmp_path)
+    assert late_phase.config_at(tmp_path, 3).precision.recipe == "nvfp4"
+    for c, step in ((late, 3), (early, 4)):
+        with pytest.raises(ConfigError, match=f"checkpoint is that of step {step}, on the other side of"):
+            late_phase.begin(read(c), step, tmp_path)
+    assert not kept.exists()
+    for step in (4, 6):
+        late_phase.begin(read(late), step, tmp_path)
+        run_dir.save_config(tmp_path, late)
+        recipes = [late_phase.config_at(tmp_path, step).precision.recipe for step in (4, 5)]
+        assert recipes == ["nvfp4", "bf16"]
+
+
+def test_a_run_without_checkpoints_is_in_its_early_phase(tmp_path):
+    c = changed(load("debug"), {"precision.recipe": "nvfp4", "precision.high_precision_from": 1})
+    for workdir in (None, tmp_path):
+        assert late_phase.config_now(c.to_dict(), workdir)["precision"]["recipe"] == "nvfp4"
 
 
 def test_imported_weights_have_no_steps(tmp_path):
