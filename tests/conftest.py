@@ -11,8 +11,6 @@ import tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["NPROC"] = "64"  # with one thread for each device, collectives of independent branches deadlock
-# Most of the time would go into optimizing programs that then run for milliseconds.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Deleted at the end: what commands that tests kill leave behind, and the programs that commands share.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # of `tmp_path`, which stays
@@ -28,6 +26,13 @@ from absl import flags
 from tests.buckets import _servers, bucket, buckets  # noqa: F401  # fixtures
 from tests.fake_hub import fake_hub  # noqa: F401
 
+# Most of the time would go into compiling programs that then run for milliseconds: XLA is to optimize less,
+# and not to split small programs for several threads. Flags of the environment come later, and win.
+_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 11):  # the older emitters of fusions; later versions abort on the flag
+    _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = _XLA_FLAGS = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+
 jax.config.update("jax_enable_compilation_cache", False)  # this process measures what it compiles itself
 jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000)  # tracing makes many objects that stay: a default of 700 takes a test 6 % longer
@@ -39,6 +44,9 @@ def pytest_runtest_setup(item: pytest.Item):
     for package in (name for mark in item.iter_markers("aot") for name in mark.args):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'maxlp[aot]'")
+    older = _XLA_FLAGS.split("--xla_cpu_use_fusion_emitters=")[-1].startswith("false")
+    if older and item.get_closest_marker("default_emitters"):
+        pytest.skip("needs XLA_FLAGS=--xla_cpu_use_fusion_emitters=true")
 
 
 @functools.cache

@@ -56,8 +56,6 @@ FEW_GRADIENTS = 4
 AMAX_TOLERANCE = 2.0**-2
 # XLA may keep float32 between fused 16-bit operations; which ones are fused differs between layouts.
 OPTIONS = {"xla_allow_excess_precision": False}
-if jax.__version_info__ < (0, 11):  # the older emitters, which later versions do not have
-    OPTIONS["xla_cpu_use_fusion_emitters"] = False  # compiles a row in two thirds of the time
 
 
 def batch(run, seed: int) -> dict[str, np.ndarray]:

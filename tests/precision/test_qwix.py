@@ -18,7 +18,7 @@ BLOCKS = {  # qwix's name: ours, the size of a block, the rule of its scale
     "mxfp4": ("float4_e2m1fn", 32, "up"),
     "nvfp4": ("float4_e2m1fn", 16, "e4m3"),
 }
-# XLA's older emitters, with which CI compiles, round float32 to float16 on the way to E2M1.
+# XLA's older emitters, with which the tests compile, round float32 to float16 on the way to E2M1.
 ROUND_ONCE = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 ROWS = ("int8", "float8_e4m3fn", "float8_e5m2")
 
