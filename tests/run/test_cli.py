@@ -107,28 +107,32 @@ cli.run(lambda: print("\\u00d7\\u2026"))
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("command", "argument", "message"),
     [
-        ("--rate=nan", "--rate=nan must be a finite number"),
-        ("--rate=x", "--rate=x is not a number"),
-        ("--rate=-1", "--rate=-1: -1.0 is not a non-negative number"),
-        (f"--seed={2**63}", f"--seed={2**63} does not fit into 64 bits; use a smaller number"),
-        ("--fast=maybe", "--fast=maybe is not true or false"),
+        ("evaluate", "--l2=nan", "--l2=nan must be a finite number"),
+        ("evaluate", "--l2=x", "--l2=x is not a number"),
+        ("evaluate", "--l2=-1", "--l2=-1: -1.0 is not a non-negative number"),
+        ("generate", f"--seed={2**63}", f"--seed={2**63} does not fit into 64 bits; use a smaller number"),
+        ("train", "--dry_run=maybe", "--dry_run=maybe is not true or false"),
         (
+            "train",
             "--config=/nowhere.py",
             f"--config=/nowhere.py is neither a file nor a preset; presets: {', '.join(presets())}",
         ),
-        ("--config=/", f"--config=/ is neither a file nor a preset; presets: {', '.join(presets())}"),
+        (
+            "train",
+            "--config=/",
+            f"--config=/ is neither a file nor a preset; presets: {', '.join(presets())}",
+        ),
     ],
 )
-def test_a_flag_that_no_command_can_use_is_one_line(argument, message):
-    done = run(FLAGS, argument)
+def test_a_flag_that_no_command_can_use_is_one_line(command, argument, message):
+    done = run_command(command, argument, "--workdir=/nowhere")
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 def test_a_command_without_a_config_does_not_advise_one():
-    program = "from maxlp.run import cli; cli.run(print)"
-    done = run(program, "--config.data.seq_len=4")
+    done = run_command("report", "--config.data.seq_len=4")
     said = "error: --config.data.seq_len is unknown; this command takes no --config, see --help\n"
     assert (done.returncode, done.stderr) == (2, said)
 
