@@ -44,8 +44,12 @@ def test_a_preset_has_the_published_number_of_parameters(name, count):
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (12.0, 3.0)])
 def test_alpha_is_twice_the_rank_by_default(alpha, scale):
-    model = make_llama()(nnx.Rngs(0))
-    LoraConfig(rank=4, alpha=alpha).add_to(model, nnx.Rngs(0))
+    def build():
+        model = make_llama()(nnx.Rngs(0))
+        LoraConfig(rank=4, alpha=alpha).add_to(model, nnx.Rngs(0))
+        return model
+
+    model = nnx.eval_shape(build)
     assert {m.scale for _, m in nnx.iter_modules(model) if isinstance(m, Adapter)} == {scale}
 
 
