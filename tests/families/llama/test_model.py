@@ -22,7 +22,7 @@ CONFIG = llama_config(
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    return jax.jit(lambda: Llama(CONFIG, rngs=nnx.Rngs(0)))()
+    return Llama(CONFIG, rngs=nnx.Rngs(0))
 
 
 @jax.jit
@@ -49,7 +49,7 @@ def test_capped_logits_are_those_of_gemma_2(tied):
 def test_one_chunk_has_the_loss_and_gradients_of_all_logits(tied):
     """Of capped logits with a z-loss; the sums are added in another order."""
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, logit_soft_cap=2.0)
-    model = jax.jit(lambda: Llama(config, rngs=nnx.Rngs(0)))()
+    model = Llama(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(64, size=(2, 17))
     rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": tokens[:, 1:] > 5}
     rows |= {"positions": np.broadcast_to(np.arange(16), (2, 16)), "segment_ids": np.ones((2, 16), int)}
