@@ -561,7 +561,8 @@ NUMERICS = [
         ("jnp.clip(exponent, 1, 254)", "jnp.clip(exponent, 0, 254)"),
         ("exponent -= int(np.floor(np.log2(top)))", "exponent -= int(np.ceil(np.log2(top)))"),
         ("jnp.clip(rounded, 2.0**-9, _E4M3.max), of_tensor", "rounded, of_tensor"),
-        ("jnp.max(amax) / _E4M3.max", "jnp.max(amax)"),
+        ("amax(amaxes) / _E4M3.max", "amax(amaxes)"),
+        ("amax(amaxes) / _E4M3.max", "jnp.max(amaxes) / _E4M3.max"),
         ('power_of_two=rule == "up")', "power_of_two=True)", "numerics/test_quantized.py"),
     ),
     *_in(

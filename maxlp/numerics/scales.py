@@ -68,11 +68,11 @@ def ceil_power_of_two(x: jax.Array, top: float = 1.0) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(power, jnp.float32), x)
 
 
-def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array, jax.Array | None]:
+def block_scales_for(amaxes: jax.Array, to: Format, rule: str) -> tuple[jax.Array, jax.Array | None]:
     """The float32 scales of blocks, and the scale of the whole tensor, a scalar, or None if there is none.
 
     Args:
-      amax: float32, one for each block.
+      amaxes: float32, the largest magnitude of each block.
       rule: ``up``: the power of two of `scale_for`, with which nothing saturates. ``floor``: the power of
         two of the OCP MX specification, ``2^(floor(log2(amax)) - floor(log2(max)))``, with which the
         largest elements may saturate. ``float32``: not rounded (DeepSeek-V3, arXiv:2412.19437). ``e4m3``:
@@ -80,13 +80,13 @@ def block_scales_for(amax: jax.Array, to: Format, rule: str) -> tuple[jax.Array,
         largest numbers of E4M3 and ``to`` (NVFP4, arXiv:2509.25149).
     """
     if rule == "floor":
-        return jnp.where(amax == 0, 1.0, _floor_power_of_two(amax, to.max)), None
+        return jnp.where(amaxes == 0, 1.0, _floor_power_of_two(amaxes, to.max)), None
     if rule != "e4m3":
-        return scale_for(amax, to, power_of_two=rule == "up"), None
+        return scale_for(amaxes, to, power_of_two=rule == "up"), None
     # Times the smallest scale of a block, 2^-9, it must be a normal number too.
-    of_tensor = jnp.maximum(scale_for(jnp.max(amax) / _E4M3.max, to), _TINY * 2.0**9)
+    of_tensor = jnp.maximum(scale_for(amax(amaxes) / _E4M3.max, to), _TINY * 2.0**9)
     # Scales too small for E4M3 become its smallest number. NaN and infinity pass into the tensor's scale.
-    exact = jnp.nan_to_num(amax / (to.max * of_tensor), nan=1.0)
+    exact = jnp.nan_to_num(amaxes / (to.max * of_tensor), nan=1.0)
     rounded = exact.astype(_E4M3.dtype).astype(jnp.float32)
     return jnp.clip(rounded, 2.0**-9, _E4M3.max), of_tensor
 

@@ -90,6 +90,17 @@ def test_scales_of_nvfp4_against_numpy():
     assert np.isinf(infinite)
 
 
+@pytest.mark.parametrize("name", ["int8", "float4_e2m1fn"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_block_hides_a_number_that_is_not_finite_in_another(name, bad):
+    """Neither scales in E4M3 nor codes in int8 tell of it: the scale of the tensor does."""
+    x = np.ones((1024, 64), np.float32)  # XLA's maximum of so many blocks loses NaN on CPUs
+    x[512, 5] = bad
+    how = dict(block_size=16, block_scales="e4m3")
+    q = jax.jit(lambda x: quantize(x, formats.get(name), "block", (1,), **how))(x)
+    assert not np.isfinite(q.tensor_scale) and not np.isfinite(dequantize(q, jnp.float32)).any()
+
+
 @pytest.mark.parametrize("largest", [1e-31, 1e-33, 1e-34, 1e-44])
 def test_blocks_of_zeros_in_a_tiny_tensor_have_a_scale_that_can_be_a_divisor(largest):
     """Zeros divided by a product of scales that is flushed to zero would be NaN."""
