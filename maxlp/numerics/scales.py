@@ -77,7 +77,8 @@ def block_scales_for(amaxes: jax.Array, to: Format, rule: str) -> tuple[jax.Arra
         two of the OCP MX specification, ``2^(floor(log2(amax)) - floor(log2(max)))``, with which the
         largest elements may saturate. ``float32``: not rounded (DeepSeek-V3, arXiv:2412.19437). ``e4m3``:
         rounded to E4M3, times a float32 scale of the tensor that maps its amax to the product of the
-        largest numbers of E4M3 and ``to`` (NVFP4, arXiv:2509.25149).
+        largest numbers of E4M3 and ``to`` (NVFP4, arXiv:2509.25149). Where a block's scale is rounded down,
+        its largest elements saturate: they lose up to 1/17, or more if the scale is subnormal in E4M3.
     """
     if rule == "floor":
         return jnp.where(amaxes == 0, 1.0, _floor_power_of_two(amaxes, to.max)), None

@@ -84,6 +84,8 @@ def test_scales_of_nvfp4_against_numpy():
     np.testing.assert_allclose(scale, expected, rtol=2**-3)  # a tie may fall to either side
     assert np.mean(np.asarray(scale) == expected) > 0.99 and np.max(scale) == 448
     assert np.asarray(scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32).tolist() == scale.tolist()
+    code = (exact / np.asarray(scale))[np.asarray(scale) >= 2.0**-6]  # of a block's amax, as a share of 6
+    assert 1 < code.max() <= 17 / 16 * (1 + 1e-6)  # a midpoint of E4M3 is at most 17/16 of the number below
     zero, of_zeros = block_scales_for(np.zeros(3, np.float32), formats.FORMATS["float4_e2m1fn"], "e4m3")
     assert of_zeros == 1 and (zero > 0).all()
     _, infinite = block_scales_for(np.float32([1, np.inf]), formats.FORMATS["float4_e2m1fn"], "e4m3")
