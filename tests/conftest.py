@@ -26,8 +26,8 @@ from absl import flags
 from tests.buckets import _servers, bucket, buckets  # noqa: F401  # fixtures
 from tests.fake_hub import fake_hub  # noqa: F401
 
-# Most of the time would go into optimizing programs that then run for milliseconds. Flags of the environment
-# come later, and win.
+# Most of the time would go into optimizing programs that then run for milliseconds. Flags of the
+# environment come later, and win.
 _XLA_FLAGS = "--xla_backend_optimization_level=0"
 if jax.__version_info__ < (0, 11):  # the older emitters of fusions; later versions abort on the flag
     _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
