@@ -114,6 +114,11 @@ def test_counts(problem):
         np.testing.assert_allclose(sums["nll"], np.sum(nll * p["mask"]), rtol=1e-6)  # sums of float32
 
 
+def test_without_z_loss_no_logit_is_too_large_for_its_square():
+    logits, mask = jnp.asarray([[[1e20, -1e20]]]), jnp.ones((1, 1), bool)
+    assert losses.next_token(logits, jnp.zeros((1, 1), jnp.int32), mask, z_loss=0.0)["loss"] == 0
+
+
 def test_chunks_never_hold_all_logits():
     """Peak temporary memory of loss and gradient falls with the number of chunks, well below all logits."""
     B, S, D, V = sizes = 4, 256, 32, 4096

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlp.numerics import quantized
+from maxlp.numerics.scales import amax, ceil_power_of_two
 
 
 class Sampled(NamedTuple):
@@ -82,7 +83,9 @@ def sample(x: jax.Array, keep: float) -> Sampled | None:
 
 def sample_sequence(x_SK: jax.Array, num: int, key: jax.Array) -> Sampled:
     """A sample of ``num`` tokens of one sequence; it may contain a token more than once."""
-    norm_S = jnp.linalg.norm(x_SK.astype(jnp.float32), axis=-1)
+    # Rounds nothing, and the squares of very large and very small elements do not over- or underflow.
+    scale = ceil_power_of_two(jnp.nan_to_num(amax(x_SK), nan=1.0, posinf=1.0), 4.0)
+    norm_S = jnp.linalg.norm(x_SK.astype(jnp.float32) / scale, axis=-1)
     order_S = jnp.argsort(norm_S, descending=True)
     p_S = norm_S[order_S]  # times a constant, which cancels
     rest_S = jnp.cumsum(p_S[::-1])[::-1]  # the sum of these and of all later ones; its end is exact

@@ -88,6 +88,23 @@ def test_tokens_of_zeros_are_never_needed():
     assert not np.any(rows) and np.all((index >= 0) & (index < 32))
 
 
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+def test_the_sample_does_not_depend_on_the_unit_of_the_input(factor):
+    """Squares of such elements are not in float32."""
+    x, _ = arrays(1.0)
+    expected = sampling.sample_sequence(jnp.asarray(x), 10, jax.random.key(0))
+    rows, index = sampling.sample_sequence(jnp.asarray(x) * factor, 10, jax.random.key(0))
+    np.testing.assert_array_equal(index, expected.index)
+    np.testing.assert_array_equal(rows / factor, expected.rows)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_the_sample(value):
+    x, _ = arrays(1.0)
+    x[3, 5] = value
+    assert not np.all(np.isfinite(sampling.sample_sequence(jnp.asarray(x), 10, jax.random.key(0)).rows))
+
+
 def test_a_layer_has_exact_outputs_and_a_sampled_gradient_of_the_kernel():
     x, g = arrays(1.0, (2, 32, 16))
     w = np.float32(np.random.default_rng(1).normal(size=(16, 8)))

@@ -44,12 +44,13 @@ def next_token(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array,
       float32 scalars: ``loss`` (with z-loss), ``nll`` (nats), ``correct`` (greedy hits), ``tokens``.
     """
     nll_BS, log_z_BS, hit_BS = cross_entropy(logits_BSV, targets_BS)
+    loss_BS = nll_BS + z_loss * jnp.square(log_z_BS) if z_loss else nll_BS  # 0 times infinity is NaN
 
     def total(x_BS: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(mask_BS, x_BS, 0.0), dtype=jnp.float32)
 
     return {
-        "loss": total(nll_BS + z_loss * jnp.square(log_z_BS)),
+        "loss": total(loss_BS),
         "nll": total(nll_BS),
         "correct": total(hit_BS),
         "tokens": jnp.sum(mask_BS, dtype=jnp.float32),
