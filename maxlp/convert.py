@@ -314,11 +314,13 @@ def _cpu_mesh() -> Mesh:
 
 
 def _check_unused(directory: Path) -> None:
-    if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}:
-        return  # `new_folder.unfinished` refuses what another process is writing
-    if os.path.lexists(directory):
-        found = "is not empty" if directory.is_dir() else "is not a directory"
-        raise ValueError(f"--output={directory} {found}; choose a new directory")
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        raise ValueError(f"--output={directory} is not a directory; choose a new directory")
+    names = {path.name for path in directory.iterdir()}
+    if names and new_folder.UNFINISHED not in names:  # else `new_folder.unfinished` decides
+        raise ValueError(f"--output={directory} is not empty; choose a new directory")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -2749,6 +2749,12 @@ RUNTIME = [
             "and distributed.is_primary():",
             "::test_only_the_first_of_several_processes_copies_the_metrics_from_the_bucket",
         ),
+        (
+            'b"\\n", create=True)  # of',
+            'b"\\n")  # of',
+            "runtime/test_new_folder.py::"
+            "test_what_a_killed_process_left_in_a_bucket_is_not_taken_for_a_whole_folder",
+        ),
     ),
 ]
 
@@ -3103,10 +3109,7 @@ COMMANDS = [
             "published_params(workdir, step, _cpu_mesh())",
             "published_params(workdir, None, _cpu_mesh())",
         ),
-        (
-            'directory.is_dir() and {path.name for path in directory.iterdir()} <= {".unfinished"}',
-            "directory.is_dir()",
-        ),
+        ("if names and new_folder.UNFINISHED not in names:", "if False:"),
         ("    _copy_tokenizer(workdir, target)\n", ""),
         ("ends=not family.generates_text", "ends=family.generates_text"),
         (

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from maxlp.runtime import distributed, files, lock, manifest, storage
+from maxlp.runtime import distributed, files, lock, manifest, new_folder, storage
 
 PUSH_SECONDS = 30.0
 _PAUSE_PER_PUSH = 9.0  # times its seconds: gigabytes of metrics take a tenth of the network's time, not all
@@ -237,10 +237,19 @@ class Mirror:
     def written(self, folder: Path) -> Iterator[None]:
         """Copies a new folder to the bucket at the end of the block; if it fails, nothing remains.
 
+        Until then the folder of the bucket holds the file `new_folder.UNFINISHED`, also after a kill.
+
         Raises:
-          ValueError: the folder of the bucket is not empty; its mirror may be, as it lacks large files.
+          ValueError: another process is writing the folder of the bucket, or was when it was killed; or it
+            is not empty. (Its mirror may be, as it lacks large files.)
         """
-        if storage.find(self.url_of(folder)):
+        marker = folder / new_folder.UNFINISHED
+        try:
+            storage.write(self.url_of(marker), b"\n", create=True)  # of several processes one succeeds
+        except FileExistsError:
+            raise ValueError(new_folder.in_use_message(folder, folder)) from None
+        if storage.find(self.url_of(folder)).keys() != {marker.name}:
+            storage.remove(self.url_of(marker))
             raise ValueError(f"{folder} is not empty; choose a new directory")
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -250,6 +259,8 @@ class Mirror:
             files.remove(folder)
             storage.remove(self.url_of(folder))
             raise
+        files.remove(marker)  # which a barrier may have copied
+        storage.remove(self.url_of(marker))
 
     def move(self, path: Path, target: Path) -> None:
         """Gives a folder another name, here and in the bucket."""

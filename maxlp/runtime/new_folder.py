@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from maxlp.runtime import files
 
+UNFINISHED = ".unfinished"  # in the folder; on disk the files are in it, in a bucket it is empty
+
 
 def clean_up_on_sigterm() -> None:
     """From now on the first SIGTERM raises a `SystemExit`, so that blocks delete what is not finished.
@@ -30,7 +32,8 @@ def unfinished(folder: Path) -> Iterator[Path]:
     """Yields a folder to write to, whose content is moved to `folder` at the end of the block.
 
     If the block raises, nothing remains of what it wrote, nor of `folder` if it did not exist. What a kill
-    leaves is deleted by the next process that writes to `folder`.
+    leaves on disk is deleted by the next process that writes to `folder`; in a bucket that process raises
+    an error, because it cannot know whether the other one was killed or still writes.
 
     Args:
       folder: empty or new.
@@ -42,7 +45,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
         with mirror.written(folder):
             yield folder
         return
-    temporary = folder / ".unfinished"  # inside, because `folder` may be all that can be written to
+    temporary = folder / UNFINISHED  # inside, because `folder` may be all that can be written to
     with contextlib.ExitStack() as undo:
         for missing in (each for each in reversed((folder, *folder.parents)) if not each.exists()):
             undo.callback(_remove_empty, missing)
@@ -53,10 +56,7 @@ def unfinished(folder: Path) -> Iterator[Path]:
             try:
                 temporary.mkdir(parents=True)  # of several processes one succeeds, also without locks
             except FileExistsError:
-                raise ValueError(
-                    f"{folder} is being written by another process, or was by one that was killed; choose "
-                    f"another directory, or delete {temporary}"
-                ) from None
+                raise ValueError(in_use_message(folder, temporary)) from None
             try:
                 if any(path != temporary for path in folder.iterdir()):
                     raise ValueError(f"{folder} is not empty; choose a new directory")
@@ -66,6 +66,14 @@ def unfinished(folder: Path) -> Iterator[Path]:
             finally:
                 files.remove(temporary)
         undo.pop_all()
+
+
+def in_use_message(folder: Path, left: Path) -> str:
+    """What to do where a folder has a writer that may have been killed; ``left`` is what it left then."""
+    return (
+        f"{folder} is being written by another process, or was by one that was killed; choose another "
+        f"directory, or delete {left}"
+    )
 
 
 @contextlib.contextmanager

@@ -53,6 +53,32 @@ def test_an_unfinished_folder_that_fails_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_in_a_bucket_is_marked_until_it_is_whole(bucket, monkeypatch):
+    folder, write, during = files.local_path(bucket), storage.write, []
+
+    def write_and_look(url, content, **options):
+        write(url, content, **options)
+        during.append(new_folder.UNFINISHED in storage.find(bucket))
+
+    monkeypatch.setattr(storage, "write", write_and_look)
+    with new_folder.unfinished(folder):
+        (folder / "weights").write_text("x")
+        (folder / "config").write_text("x")
+    assert during == [True] * 3 and storage.find(bucket).keys() == {"config", "weights"}
+
+
+def test_what_a_killed_process_left_in_a_bucket_is_not_taken_for_a_whole_folder(bucket):
+    storage.write(f"{bucket}/{new_folder.UNFINISHED}", b"\n")
+    storage.write(f"{bucket}/weights", b"x")
+    folder = files.local_path(bucket)
+    with (
+        pytest.raises(ValueError, match=r"by another process, or was by one that was killed"),
+        new_folder.unfinished(folder),
+    ):
+        raise KeyError
+    assert storage.read(f"{bucket}/weights") == b"x"
+
+
 def test_a_file_that_a_mirror_leaves_out_stays_in_the_bucket(bucket, monkeypatch):
     monkeypatch.setattr(mirror, "_LARGE_BYTES", 3)
     storage.write(f"{bucket}/corpus.parquet", b"large")
