@@ -114,8 +114,10 @@ def open_conversations(
       ValueError: the packing would cut conversations, or the tokenizer has no usable template.
     """
     if config.packing != "first_fit":
+        first = next(part.name for part, is_chat in zip(sources, chats, strict=True) if is_chat)
         raise ValueError(
-            f"data.packing={config.packing} would cut conversations anywhere; set data.packing=first_fit"
+            f"data.packing={config.packing} would cut the conversations of source {first!r} (its records "
+            "are messages, or tokens in int32) anywhere; set data.packing=first_fit"
         )
     has_messages = any("messages" in part[0] for part in sources)
     chat = make_chat(tokenizer, config.tokenizer) if has_messages else None

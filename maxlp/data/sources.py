@@ -313,6 +313,7 @@ def open_source(spec: Spec) -> Source:
     Raises:
       ValueError: nothing is found, an option has no valid value, the kind has no records, or its reader
         lacks a key.
+      OSError: a file cannot be read; `filename` also names the source.
     """
     kind = KINDS[spec.kind]
     try:
@@ -324,6 +325,10 @@ def open_source(spec: Spec) -> Source:
     except LookupError as error:  # whose text is only the key
         reason = f"{type(error).__name__}: {one_line(error)} (MAXLP_TRACEBACK=1 shows where)"
         raise ValueError(f"source {spec.text!r}: {kind.opener} fails with {reason}") from error
+    except OSError as error:
+        if error.filename is not None:  # else its text is a sentence with the URL
+            error.filename = f"source {spec.text!r}: {error.filename}"
+        raise
 
 
 def parse_spec(text: str, split: str, content: str) -> Spec:

@@ -31,6 +31,17 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
     assert message in error_of("own:a")
 
 
+def open_missing(spec):
+    return open(spec.path)
+
+
+def test_a_file_that_a_reader_cannot_open_is_named_with_its_source(monkeypatch):
+    monkeypatch.setitem(KINDS, "own", Kind(f"{__name__}:open_missing", ("text",)))
+    with pytest.raises(FileNotFoundError) as caught:
+        make_source("own:/nope.csv", "train")
+    assert caught.value.filename == "source 'own:/nope.csv': /nope.csv"
+
+
 def open_tokens(spec):
     return Source(spec, [{"tokens": np.arange(5, dtype=np.uint16)}])
 
