@@ -247,9 +247,8 @@ def test_required_keys_change_the_steps_unless_named_as_unused(name):
         values = dict(warmup_steps=1, clip_norm=3.0, weight_decay=0.1)
         tx = make_optimizer(total_steps=4, **values | changes | more).tx
         state, p = tx.init(params), params
-        update = jax.jit(tx.update)
         for g in grads:
-            updates, state = update(jax.tree.map(lambda _, g=g: g, p), state, p)
+            updates, state = tx.update(jax.tree.map(lambda _, g=g: g, p), state, p)
             p = jax.tree.map(jnp.add, p, updates)
         return jnp.stack(jax.tree.leaves(p))
 
