@@ -30,6 +30,7 @@ from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.runtime import manifest
 from maxlp.runtime.lock import WorkdirLock
+from tests.commands import run_command
 from tests.run_outputs import arrays, checkpoint, losses, records
 from tests.training_runs import ROOT, environments, finish, shown, start
 
@@ -123,17 +124,21 @@ def test_a_run_writes_its_files_and_learns(whole):
 def test_evaluate_and_generate_and_report_on_the_run(whole):
     workdir, _ = whole
 
-    measured = dict(line.split() for line in shown("evaluate", f"--workdir={workdir}").splitlines()[1:])
+    def output(*command):
+        done = run_command(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    measured = dict(line.split() for line in output("evaluate", f"--workdir={workdir}").splitlines()[1:])
     last = [r for r in records(workdir) if "eval_full/loss" in r][-1]
     # The command shows four decimals.
     assert float(measured["loss"]) == pytest.approx(last["eval_full/loss"], abs=1e-4)
     assert float(measured["bits_per_byte"]) == pytest.approx(last["eval_full/bits_per_byte"], abs=1e-4)
-    text = shown("generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5")
+    generate = ("generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5")
+    text = output(*generate)
     assert "\ndef " in text and "\nx" in text
-    assert text == shown(
-        "generate", f"--workdir={workdir}", "--prompt=def ", "--prompt=x", "--max_new_tokens=5"
-    )
-    assert "finished, 12 steps" in shown("report", str(workdir))
+    assert text == output(*generate)
+    assert "finished, 12 steps" in output("report", str(workdir))
 
 
 # A training run on a clock that only its data (3 seconds a batch) and its steps (1 second) move.
