@@ -16,6 +16,7 @@ from maxlp.families.llama.presets import llama
 from maxlp.run import settings
 from maxlp.run.config import load_file
 from maxlp.run.presets import LOW_BIT, choose
+from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -102,9 +103,7 @@ def test_choices_and_sources_are_those_of_the_code():
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_command_has_help(command):
-    done = subprocess.run(
-        [sys.executable, "-m", f"maxlp.{command}", "--help"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_command(command, "--help")
     assert done.returncode == 0 and not done.stderr
     assert f"python -m maxlp.{command}" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
