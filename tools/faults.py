@@ -1330,7 +1330,11 @@ LLAMA = [
         ),
         ("z_loss * jnp.square(log_z_BS)", "z_loss * log_z_BS"),
         ("nll_BS + z_loss", "nll_BS - z_loss"),
-        (" if z_loss else nll_BS", "", "test_losses.py::test_without_z_loss_no_logit_is_too_large_for_its_square"),
+        (
+            " if z_loss else nll_BS",
+            "",
+            "test_losses.py::test_without_z_loss_no_logit_is_too_large_for_its_square",
+        ),
         ("target_BS >= max_BS", "target_BS > max_BS", "test_losses.py::test_counts"),
         ("jnp.sum(jnp.where(mask_BS, x_BS, 0.0), dtype=jnp.float32)", "jnp.sum(x_BS, dtype=jnp.float32)"),
         (
@@ -1664,8 +1668,8 @@ CLIP = [
         "families/clip/test_weights.py",
         ("x * jax.nn.sigmoid(1.702 * x)", "x * jax.nn.sigmoid(x)"),
         (
-            '"gelu": functools.partial(jax.nn.gelu, approximate=False)',
-            '"gelu": functools.partial(jax.nn.gelu, approximate=True)',
+            "jax.nn.gelu(x.astype(jnp.float32), approximate=False)",
+            "jax.nn.gelu(x.astype(jnp.float32), approximate=True)",
         ),
         ("causal=self.causal, segment_ids_BS=None", "causal=False, segment_ids_BS=None"),
         (

@@ -96,7 +96,7 @@ class Tower(Blocks):
             return self.x / self.t
         if self.remat == "dots":  # the block's input, q, k, v, o and up, and the output of attention
             return (6 - self.attention_again) * self.x / self.t + self.f
-        # Four F-wide arrays, three if the weights are frozen, six float32 arrays of the norms, both normed
+        # Two F-wide arrays, one if the weights are frozen, six float32 arrays of the norms, both normed
         # inputs, q, k, v, the output of attention, probabilities in float32 and rounded, and the weights in
         # the dtype of the matmuls; of what the gradients of kernels alone need, only the tokens that they
         # are computed from.
@@ -104,7 +104,7 @@ class Tower(Blocks):
         norms = 6 * self.x / self.a * 4 / self.t
         *of_stream, of_down = self.unsampled
         stream = (6 - sum(of_stream)) * self.x / self.t
-        return (4 - self.frozen - of_down) * self.f + norms + stream + (4 + self.a) * self.squares + weights
+        return (2 - self.frozen - of_down) * self.f + norms + stream + (4 + self.a) * self.squares + weights
 
     @property
     def saved_by_all(self) -> float:

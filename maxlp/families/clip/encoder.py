@@ -27,8 +27,17 @@ def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU with the error function, computed in float32 and rounded once to the dtype of x.
+
+    From bfloat16 operations, each of which rounds, XLA for GPUs would make two kernels: the first one
+    writes the argument of the error function to memory.
+    """
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "quick_gelu": quick_gelu,
 }
@@ -226,7 +235,9 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         up_BSF = self.up_proj(x_BSD)
-        return self.down_proj(constrain(self.act(up_BSF), "batch", "seq", "act_mlp"))
+        # The backward pass computes it again from its input; JAX would save three to five arrays of a GELU.
+        act_BSF = jax.checkpoint(self.act, prevent_cse=False)(up_BSF)
+        return self.down_proj(constrain(act_BSF, "batch", "seq", "act_mlp"))
 
 
 class Block(stack.Block):

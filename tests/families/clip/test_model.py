@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from configs.clip import low_precision, open_clip
-from maxlp.families.clip.encoder import join_rows
+from maxlp.families.clip.encoder import ACTIVATIONS, Encoder, Mlp, gelu, join_rows
 from maxlp.parallel import sharding
+from maxlp.planning import hlo, topologies
 from maxlp.run.settings import make_model, read, read_model
 from tests.families.clip.fixtures import TINY, make_batch, make_clip, tiny_clip
 
@@ -107,6 +108,43 @@ def test_a_layer_scale_of_zero_makes_the_blocks_the_identity():
     features_BE = encode_text(make_clip(layer_scale=0.0), text_BS)
     np.testing.assert_allclose(features_BE[0], features_BE[1], atol=1e-6)
     assert jnp.abs(features_BE[0] - features_BE[2]).max() > 1e-3
+
+
+def mlp(act):
+    """The MLP of a b16 as a function of its parameters and 64 images, and the shapes of these."""
+    config = tiny_clip(act=act, dtype="bfloat16", text=dict(width=768, mlp_dim=3072))
+    made = nnx.eval_shape(lambda: Mlp(Encoder(model=config, tower="text"), nnx.Rngs(0)))
+    graphdef, params = nnx.split(made)
+    x_BSD = jax.ShapeDtypeStruct((64, 197, 768), jnp.bfloat16)
+    return lambda params, x_BSD: nnx.merge(graphdef, params)(x_BSD), (params, x_BSD)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_mlp_saves_the_input_and_the_output_of_its_activation(act):
+    f, shapes = mlp(act)
+    _, pull = jax.eval_shape(lambda *args: jax.vjp(f, *args), *shapes)
+    wide = [saved for saved in jax.tree.leaves(pull) if saved.shape == (64, 197, 3072)]
+    assert [saved.dtype for saved in wide] == [jnp.bfloat16] * 2
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_an_activation_is_one_kernel_on_gpus(act):
+    """Two kernels write an array of the MLP's width: the first product, and the bias and activation."""
+    f, shapes = mlp(act)
+    with jax.set_mesh(sharding.make_mesh(devices=topologies.devices(topologies.parse("h100:1x1")))):
+        program, entry = hlo.computations(jax.jit(f).lower(*shapes).compile().as_text())
+    kernels = [i for i in program[entry] if i.opcode in ("fusion", "custom-call", "copy")]
+    wide = 2 * 64 * 197 * 3072
+    assert sum(hlo.num_bytes(i.type) == wide for i in kernels) == 2
+
+
+def test_gelu_is_rounded_once():
+    """In bfloat16, its relative error is at most half a unit in the last place."""
+    x = jnp.linspace(-5.5, 5.5, 2000).astype(jnp.bfloat16)
+    exact = [v / 2 * math.erfc(-v / math.sqrt(2)) for v in np.asarray(x, np.float64)]
+    # 2⁻¹² is ample for the error function in float32.
+    np.testing.assert_allclose(np.asarray(gelu(x), np.float64), exact, rtol=2**-8 + 2**-12)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "k_proj"])
