@@ -107,7 +107,7 @@ def configured(alone):
 
 cpu.configure_client = configured
 lab.define_flags()
-cli.run(lab.main, words=3)
+cli.run(lab.main, num_arguments=3)
 """
 
 

@@ -70,7 +70,7 @@ def trainer(loss_scale, size=1e-7):
         gradients=gradients_of,
         tx=tx,
         gates={"loss_scale": loss_scale},
-        statistics=lambda grads, opt_state: {"grads": grads},
+        statistics=lambda grads, opt_state, updates, params: {"grads": grads},
     )
     state = dict(
         params={"w": jnp.zeros(16)},

@@ -49,7 +49,7 @@ def test_the_share_of_any_set_is_enough_for_that_set(num_layers):
     for seed in range(50):
         c = random_costs(seed, num_layers)
         kept = rng.random(c.effects.shape) < 0.5
-        chosen = choice.choose(dataclasses.replace(c, effects=np.where(kept, c.effects, 0)), c.share(kept))
+        chosen = choice.choose(dataclasses.replace(c, effects=np.where(kept, c.effects, 0)), c.flops_share(kept))
         np.testing.assert_array_equal(chosen, kept)
 
 
@@ -60,7 +60,7 @@ def test_the_table_compares_the_choice_with_the_first_and_last_block(monkeypatch
         off = np.zeros(c.effects.shape, bool)
 
         def __call__(self, high):
-            return {"loss": 2.0, "error": c.left(high)}, None
+            return {"loss": 2.0, "error": c.remaining_error(high)}, None
 
     monkeypatch.setattr(choice, "costs", lambda *_: c)
     monkeypatch.setattr(choice, "switched", lambda _, c, high: high)
