@@ -125,6 +125,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         return 0
     batches.start_prefetch()
     run_dir.record_launch(workdir, c, start, s.num_params, run.family.units_per_step(s.data))
+    stack.enter_context(run_dir.recording_errors(workdir))
     writer = stack.enter_context(contextlib.closing(open_writer(s, workdir, start, c)))
     startup.mark("state")
     train_step = (compiled or compile_in_background(*to_compile)).result()
@@ -177,6 +178,8 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         raise data_ended(n, s.train.total_steps, intact.error)
     if not last:
         print_primary(f"stopped and saved at step {n}; the same command resumes the run")
+        if stop:
+            run_dir.record_end(workdir, preempted.signal_name)
         return preempted.exit_code if stop else None
     return finish(workdir)
 

@@ -289,6 +289,8 @@ def test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit(whole, t
     stopped = int(out.split("stopped and saved at step ")[1].split(";")[0])
     assert "the same command resumes" in out and (tmp_path / "checkpoints" / str(stopped)).exists()
     assert f"resuming at step {stopped}" in run(tmp_path, *options)
+    launches = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [launch.get("ended_by") for launch in launches] == ["SIGTERM", None]
     assert records(tmp_path) == records(whole[0])
     assert checkpoint(tmp_path, 12) == checkpoint(whole[0], 12)
     remove_watch(tmp_path / "checkpoints" / "12")
@@ -398,6 +400,8 @@ def test_the_end_of_the_data_is_reported_and_saved(tmp_path):
     ended = int(message.split("ended at step ")[1].split()[0])
     assert (tmp_path / "run" / "checkpoints" / str(ended)).exists()
     assert list(losses(tmp_path / "run")) == [ended]
+    (launch,) = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert launch["ended_by"].startswith("ValueError: the data ended at step")
     (full,) = (r for r in records(tmp_path / "run") if "eval_full/loss" in r)
     assert full["step"] == ended
     options.append(f"--config.train.total_steps={ended}")

@@ -27,7 +27,7 @@ _NUMBERS = {  # those that a report computes with, by section of the config
 }
 _CONFIG = {name: (dict.fromkeys(keys, (int, _NONE)), _NONE) for name, keys in _NUMBERS.items()}
 _COUNTS = ("step", "num_params", "units_per_step", "num_devices", "num_processes")
-_LAUNCH = dict.fromkeys(_COUNTS, (int, _NONE)) | dict.fromkeys(("command", "git"), (str, _NONE))
+_LAUNCH = dict.fromkeys(_COUNTS, (int, _NONE)) | dict.fromkeys(("command", "git", "ended_by"), (str, _NONE))
 _LAUNCH |= {"versions": (dict, _NONE)}
 
 

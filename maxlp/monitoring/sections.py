@@ -66,7 +66,8 @@ def run_lines(run: Run) -> Lines:
         event = "restarted" if i else "started"
         if launch.get("step"):
             event = "resumed"
-        launches.append((event, f"{launch.get('time', '?')} at step {launch.get('step', '?')}"))
+        end = f"; ended by {launch['ended_by']}" if "ended_by" in launch else ""
+        launches.append((event, f"{launch.get('time', '?')} at step {launch.get('step', '?')}{end}"))
     if hidden := launches[1 : 1 - MAX_ENTRIES]:
         launches = [launches[0], ("", f"and {len(hidden):,} more"), *launches[1 - MAX_ENTRIES :]]
     lines = [("directory", str(run.workdir)), ("state", _state(run)), *launches]
@@ -100,7 +101,7 @@ def _state(run: Run) -> str:
 
 
 def _activity(run: Run) -> str:
-    """Whether an unfinished run goes on, as far as its lock tells; why it ended is not recorded."""
+    """Whether an unfinished run goes on, as far as its lock tells."""
     if mirrored(run.workdir):  # whose lock is in the bucket
         return "not finished:"
     if run.lock_age is None:

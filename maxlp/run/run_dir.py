@@ -1,8 +1,9 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every launch of the run: time, step, command, git revision, versions, devices; the step of the
-              last checkpoint that was completed; the commit of each repository of the Hub
+run.json      every launch of the run: time, step, command, git revision, versions, devices, and the signal
+              or error that ended it; the step of the last checkpoint that was completed; the commit of each
+              repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
 metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/, profile/, early_precision.json, wandb_id
@@ -35,6 +36,7 @@ from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, remove, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+MAX_REASON = 500  # characters of an error in run.json
 
 
 @contextlib.contextmanager
@@ -164,6 +166,26 @@ def record_launch(
     if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
         record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+@contextlib.contextmanager
+def recording_errors(workdir: Path) -> Iterator[None]:
+    """If the block fails, the error is recorded as what ended the newest launch."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        with contextlib.suppress(OSError, ValueError):  # such as a full disk, which may be the error itself
+            record_end(workdir, text[:MAX_REASON])
+        raise
+
+
+def record_end(workdir: Path, reason: str) -> None:
+    """Records what ended the newest launch before the last step."""
+    if is_primary():
+        record = _read_record(workdir)
+        record["starts"][-1]["ended_by"] = reason
+        write_json(workdir / "run.json", record)
 
 
 def _command() -> str:

@@ -116,6 +116,11 @@ class PreemptionGuard:
         return self.received is not None
 
     @property
+    def signal_name(self) -> str:
+        """The name of the signal after `should_stop`: "SIGTERM" also if another process received one."""
+        return (self.received or signal.SIGTERM).name
+
+    @property
     def exit_code(self) -> int:
         """The exit code after `should_stop`: `EXIT_INTERRUPTED` on Ctrl-C, else `EXIT_PREEMPTED`."""
         return EXIT_INTERRUPTED if self.received == signal.SIGINT else EXIT_PREEMPTED

@@ -108,6 +108,23 @@ def test_a_run_in_progress_with_damaged_files(tmp_path):
     assert set(text) == {"Run", "Loss", "Speed"}
 
 
+def test_what_ended_a_launch_is_shown(tmp_path):
+    write_run(tmp_path, steps=20)
+    run_dir.record_end(tmp_path, "SIGTERM")
+    assert shown(tmp_path)["Run"]["resumed"].endswith(" at step 200; ended by SIGTERM")
+    with pytest.raises(OSError), run_dir.recording_errors(tmp_path):
+        raise OSError(28, "No space\nleft")
+    text = shown(tmp_path)["Run"]
+    assert text["resumed"].endswith(" at step 200; ended by OSError: [Errno 28] No space left")
+    assert text["started"].endswith(" at step 0")
+
+
+def test_an_error_that_cannot_be_recorded_is_raised_all_the_same(tmp_path):
+    (tmp_path / "run.json").write_text("[damaged")
+    with pytest.raises(OSError, match="No space"), run_dir.recording_errors(tmp_path):
+        raise OSError(28, "No space left")
+
+
 def test_what_is_null_in_a_start_counts_as_missing(tmp_path):
     write_run(tmp_path, steps=20)
     info = json.loads((tmp_path / "run.json").read_text())
