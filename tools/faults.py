@@ -1264,6 +1264,8 @@ PARALLEL = [
         "optim/test_muon.py",
         ("layers[: i + 1], *free) for i in range(len(layers) - 1)", "*free) for i in range(0)"),
         ("len(shape) < 3 or", "True or", "optim/test_soap.py"),
+        ("-(-num_layers // devices) * devices", "num_layers"),
+        ('if axis_sizes.get("stage", 1) > 1:', "if False:"),
         ("[_param_spec(x), *_moves(x)]", "_moves(x)"),
         ("[*_moves(x)[::-1], _param_spec(x)]", "_moves(x)[::-1]"),
     ),

@@ -15,8 +15,9 @@ NorMuon (Li et al. 2025, arXiv:2510.05491) evens out the lengths of the neurons'
 
 Sharding. The iteration multiplies whole matrices, so that layers are distributed: one all-to-all gives each
 device whole matrices of some layers, and another one returns their steps. No matrix is iterated on twice,
-except by replicas (the axis `data`). Mesh axes that do not divide the number of layers shard the long side
-of each matrix instead; its Gram matrices are then summed over their devices.
+except by replicas (the axis `data`). Layers of zeros make their number divisible by the devices. Where that
+is not possible, because stages split the layers or there is a single one, mesh axes shard the long side of
+each matrix; all its Gram matrices are then summed over the devices, and each device squares them.
 """
 
 import functools
@@ -31,7 +32,7 @@ import optax
 from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
-from maxlp.parallel.by_layers import gather_back, spread
+from maxlp.parallel.by_layers import fill_layers, gather_back, spread
 from maxlp.schema import Count, DecayRate, Positive
 
 TOGETHER = 2**26  # numbers in the matrices on which one device iterates at a time
@@ -149,12 +150,12 @@ def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     with jax.named_scope("newton_schulz"):
-        y = spread(widened(jnp.swapaxes(x, -2, -1) if tall else x))
+        y = spread(fill_layers(widened(jnp.swapaxes(x, -2, -1) if tall else x)))
         y = y / (jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + eps)
         for _ in range(steps):
             gram = y @ jnp.swapaxes(y, -2, -1)
             y = a * y + (b * gram + c * gram @ gram) @ y
-        y = gather_back(y)
+        y = gather_back(y)[: len(x)]
     return jnp.swapaxes(y, -2, -1) if tall else y
 
 

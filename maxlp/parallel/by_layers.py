@@ -5,10 +5,11 @@ number of layers split the last dim instead. Replicas (the axis ``data``) have t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -44,6 +45,25 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
         return PartitionSpec()
     layers, last = _split(shape, mesh)
     return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
+
+
+def num_filled(num_layers: int, axis_sizes: Mapping[str, int]) -> int:
+    """The number of layers of `fill_layers`, for a mesh with axes of these sizes."""
+    if axis_sizes.get("stage", 1) > 1:
+        return num_layers
+    devices = math.prod(axis_sizes.get(axis, 1) for axis in ORDER)
+    return -(-num_layers // devices) * devices
+
+
+def fill_layers(x: jax.Array) -> jax.Array:
+    """Appends zeros to (*layers, m, n), so that the devices of a mesh divide the number of layers.
+
+    Not where stages split the layers already: the appended ones would all be on the last stage.
+    """
+    if x.ndim < 3:
+        return x
+    added = num_filled(len(x), jax.sharding.get_abstract_mesh().shape) - len(x)
+    return jnp.pad(x, ((0, added), (0, 0), (0, 0))) if added else x
 
 
 def spread(x: jax.Array) -> jax.Array:

@@ -12,9 +12,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxlp import families
 from maxlp.core.train_state import State, num_params
+from maxlp.optim.config import OptimizerKind
 from maxlp.optim.muon import TOGETHER
 from maxlp.optim.soap import Side
-from maxlp.parallel.by_layers import ORDER
+from maxlp.parallel.by_layers import ORDER, num_filled
 from maxlp.parallel.opt_state import places
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
@@ -387,16 +388,19 @@ class Ledger:
             n = math.prod(self._axes[name] for name in over)
             self.collectives.append(Collective(kind, over, n, int(size), times, overlapped=True))
 
-    def add_moves(self, times: int, layers: int, size: float) -> None:
+    def add_moves(self, optimizer: OptimizerKind, layers: int, size: float) -> None:
         """Adds the all-to-alls that distribute stacked matrices by layer (`parallel.by_layers`).
 
         There is one for each mesh axis among which the number of layers can be divided.
 
         Args:
-          times: how often each runs in a step.
           layers: the number of layers, in all stages.
           size: bytes of a device's part of the matrices, in float32.
         """
+        times = optimizer.moves
+        if optimizer.matmuls == "iterated":
+            filled = num_filled(layers, self._axes)
+            layers, size = filled, size * filled / layers
         taken = self._axes["stage"]
         for axis in ORDER[1:]:
             if layers % (taken * self._axes[axis]) == 0:

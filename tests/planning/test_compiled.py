@@ -135,9 +135,13 @@ def test_tensor_sends_each_residual_stream_once(family, recipe, changes):
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
-@pytest.mark.parametrize("optimizer", ["muon", "soap"])
-def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "layers"),
+    [("muon", 8), ("soap", 8), ("muon", 6)],  # eight devices do not divide six layers
+)
+def test_gradients_are_scattered_before_they_are_spread_by_layers(optimizer, layers):
     changes = {"data.batch_size": 8, "mesh.fsdp": 4, "mesh.tensor": 2, "optimizer.name": optimizer}
+    changes["model.num_layers"] = layers
     ours, found = collectives_on(peaks.settings_of(llama(**peaks.LLAMA_SIZES), changes), "h100:1x8")
     over_fsdp = [one for one in found if "fsdp" in one.axes]
     largest = {kind: max(one.bytes for one in over_fsdp if one.kind == kind) for kind in KINDS}

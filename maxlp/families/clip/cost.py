@@ -321,7 +321,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
         ledger.add("all-reduce", ("data",), tower.L * weights / tower.shards, summed)
         if summed and not settings.train.release_gradients:
             matrices = tower.L * weights / tower.a * 4 / tower.shards
-            ledger.add_moves(settings.optimizer.kind.moves, tower.L, matrices)
+            ledger.add_moves(settings.optimizer.kind, tower.L, matrices)
     ledger.add("all-to-all", ("fsdp",), text.x, (forward + (not text.frozen)) * M)
     embeddings = settings.model.text.vocab_size * text.D * 4 / text.t
     ledger.add("all-reduce", ("data",), embeddings / text.shards, 0 if text.frozen else M)

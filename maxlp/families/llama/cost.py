@@ -503,7 +503,7 @@ def collectives(settings: Settings, machine: Machine) -> list[Collective]:
     else:
         ledger.add("all-reduce", ("data",), of_stage.L * weights / s.shards + tables, 0 if s.frozen else m)
     if not (s.frozen or s.released):
-        ledger.add_moves(settings.optimizer.kind.moves, s.L, of_blocks(s) / s.param * 4)
+        ledger.add_moves(settings.optimizer.kind, s.L, of_blocks(s) / s.param * 4)
     ledger.add("all-reduce", ("stage",), tables, 0 if s.frozen else m)
     ledger.add("collective-permute", ("stage",), x / s.t, 2 * 3 * s.schedule.ticks * m)
     if rounds > 1:
