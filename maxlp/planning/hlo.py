@@ -280,8 +280,8 @@ def trip_count(loop: Instruction, program: dict[str, list[Instruction]]) -> int:
 
 
 def _constant(i: Instruction | None) -> int | None:
-    """The value of an integer constant; None for any other instruction."""
-    match = re.match(r"(-?\d+)\)", i.rest) if i is not None and i.opcode == "constant" else None
+    """The value of a constant that is a natural number; None for any other instruction."""
+    match = re.match(r"(\d+)\)", i.rest) if i is not None and i.opcode == "constant" else None
     return int(match[1]) if match else None
 
 

@@ -40,6 +40,108 @@ def test_a_loop_in_a_loop_runs_their_product():
     assert [one.times for one in found] == [3 * 32, 3 * 32, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "kind, sent",
+    [
+        ("all-gather", 3 * 800 * 3 / 4),
+        ("reduce-scatter", 3 * 800 * 3 / 4),
+        ("all-to-all", 3 * 800 * 3 / 4),
+        ("all-reduce", 2 * 3 * 800 * 3 / 4),
+        ("collective-permute", 3 * 800),
+        ("collective-broadcast", 3 * 800),
+    ],
+)
+def test_rings_send_all_parts_but_their_own(kind, sent):
+    """An all-reduce is a reduce-scatter and an all-gather; a permutation sends all bytes."""
+    assert hlo.Collective(kind, ("fsdp",), 4, 800, 3, overlapped=False).sent == sent
+
+
+GROUPS = "replica_groups={{0,2,4,6},{1,3,5,7}}"
+
+
+@pytest.mark.parametrize(
+    "start, num_bytes",
+    [
+        (f"(bf16[16,64], bf16[64,64]) all-gather-start(%w), {GROUPS}", 64 * 64 * 2),
+        (f"((bf16[64,64]), bf16[16,64]) reduce-scatter-start(%w), {GROUPS}", 64 * 64 * 2),
+        (f"bf16[16,64] all-reduce-start(%w), {GROUPS}", 16 * 64 * 2),
+        (
+            "(bf16[16,64], bf16[16,64]) collective-permute-start(%w), "
+            "source_target_pairs={{0,2},{2,4},{4,6},{6,0}}",
+            16 * 64 * 2,
+        ),
+    ],
+    ids=lambda value: value.split("-start")[0].split()[-1] if isinstance(value, str) else None,
+)
+def test_a_collective_that_ends_in_the_next_iteration_is_hidden_and_has_the_size_of_its_result(
+    start, num_bytes
+):
+    """Its end is not in the text behind its start, whose type has the operand too."""
+    text = f"ENTRY %main (w: bf16[16,64]) -> () {{\n  %start = {start}\n}}\n"
+    [one] = hlo.collectives(text, MESH)
+    assert (one.bytes, one.overlapped) == (num_bytes, True)
+
+
+def test_the_end_of_a_collective_is_not_that_of_one_whose_name_begins_alike():
+    text = f"""
+ENTRY %main (w: bf16[16,64]) -> f32[8,8] {{
+  %w = bf16[16,64] parameter(0)
+  %gather.1 = (bf16[16,64], bf16[64,64]) all-gather-start(%w), {GROUPS}
+  %gather.10 = (bf16[2,64], bf16[8,64]) all-gather-start(%w), {GROUPS}
+  %done.10 = bf16[8,64] all-gather-done(%gather.10)
+  %work = f32[8,8] dot(%done.10, %done.10)
+  %done.1 = bf16[64,64] all-gather-done(%gather.1)
+}}
+"""
+    found = hlo.collectives(text, MESH)
+    assert [(one.bytes, one.overlapped) for one in found] == [(64 * 64 * 2, True), (8 * 64 * 2, False)]
+
+
+def test_a_synchronous_collective_is_not_hidden_by_the_work_behind_its_start():
+    text = GPU.replace("calls=%nothing", "calls=%matmul")
+    hidden = {
+        sync: [one.overlapped for one in hlo.collectives(text.replace("true}}", f"{sync}}}}}"), MESH)]
+        for sync in ("true", "false")
+    }
+    assert hidden == {"true": [True, False, False, False], "false": [True, True, False, False]}
+
+
+def test_a_matmul_in_a_computation_that_another_one_calls_hides_a_collective():
+    """And all that is called at the same time is hidden: a gather in a call within an asynchronous one."""
+    text = GPU.replace("calls=%matmul", "calls=%outer").replace(
+        "%body (p",
+        "%outer (w: bf16[16,64]) -> f32[8] {\n  ROOT %c = f32[8] call(%w), to_apply=%matmul\n}\n\n%body (p",
+    )
+    assert hlo.collectives(text, MESH) == hlo.collectives(GPU, MESH)
+    text = f"""
+%inner (w: bf16[16,64]) -> bf16[64,64] {{
+  ROOT %all = bf16[64,64] all-gather(%w), {GROUPS}
+}}
+
+%async (w: bf16[16,64]) -> bf16[64,64] {{
+  ROOT %call = bf16[64,64] call(%w), to_apply=%inner
+}}
+
+ENTRY %main (w: bf16[16,64]) -> f32[8,8] {{
+  %start = ((bf16[16,64]), bf16[64,64]) call-start(%w), to_apply=%async
+  %work = f32[8,8] dot(%w, %w)
+  %done = bf16[64,64] call-done(%start)
+}}
+"""
+    [one] = hlo.collectives(text, MESH)
+    assert (one.kind, one.overlapped) == ("all-gather", True)
+
+
+def test_a_loop_whose_condition_is_no_upper_bound_counts_once():
+    text = TPU.replace("direction=LT", "direction=NE")
+    assert max(one.times for one in hlo.collectives(TPU, MESH)) == 2
+    assert max(one.times for one in hlo.collectives(text, MESH)) == 1
+
+
+def test_assumptions_of_xla_are_no_kernels():
+    assert hlo.is_kernel("tpu_custom_call") and not hlo.is_kernel("AssumeGatherIndicesInBound")
+
+
 def test_the_branch_that_sends_least_is_taken_to_run():
     """Of a refresh every few steps, or of none, which is a condition in a condition."""
 
@@ -53,12 +155,16 @@ def test_the_branch_that_sends_least_is_taken_to_run():
         "idle": "  ROOT %t = f32[] parameter(0)\n",
         "refresh": sum_of(8) + condition("idle", "first"),
         "first": sum_of(4),
-        "ENTRY main": sum_of(2) + condition("refresh", "idle"),
+        "warm": sum_of(16) + condition("idle", "once"),
+        "once": sum_of(64),
+        "cold": sum_of(32),
+        "ENTRY main": sum_of(2) + condition("refresh", "idle") + condition("cold", "warm"),
     }
     text = "".join(f"{name} () -> f32[] {{\n{body}}}\n\n" for name, body in parts.items())
     text = re.sub(r"^(?=\w)(?!ENTRY)", "%", text, flags=re.MULTILINE)
     found = hlo.collectives(text, {"fsdp": 2})
-    assert {one.bytes: one.rare for one in found} == {2 * 4: False, 8 * 4: True, 4 * 4: True}
+    rare = {8: True, 4: True, 64: True, 32: True}  # of 16 and a rare 64, or of 32, the first sends less
+    assert {one.bytes // 4: one.rare for one in found} == rare | {2: False, 16: False}
 
 
 def test_tpu_gathers_in_pieces_count_once_and_trip_counts_come_from_conditions():

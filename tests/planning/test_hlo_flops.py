@@ -27,6 +27,37 @@ def test_convolutions_count_products_of_entries_that_exist():
     assert hlo_flops.kernel_calls(TPU) == {"splash_fwd": 1}
 
 
+def test_what_loops_in_loops_run_counts_with_the_product_of_their_trip_counts():
+    def loop(name: str, inside: str, n: int) -> str:
+        counts = f'backend_config={{"known_trip_count":{{"n":"{n}"}}}}'
+        return f"  %{name} = f32[4,4] while(%x), condition=%any, body=%{inside}, {counts}\n"
+
+    parts = {
+        "%layer": "  %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        '  %fwd.1 = f32[4,4] custom-call(%y), custom_call_target="tpu_custom_call"\n',
+        "%microbatch": loop("layers", "layer", 5),
+        "ENTRY %main": loop("microbatches", "microbatch", 3),
+    }
+    head = " (x: f32[4,4]) -> f32[4,4] {\n  %x = f32[4,4] parameter(0)\n"
+    text = "".join(f"{name}{head}{body}}}\n\n" for name, body in parts.items())
+    assert hlo_flops.matmul_flops(text) == 3 * 5 * 2 * 4**3
+    assert hlo_flops.kernel_calls(text) == {"fwd": 3 * 5}
+
+
+def test_each_spatial_dim_has_its_own_field_of_the_window():
+    """Of 4 by 6 entries, every second column; with zeros between the rows, as many products."""
+    labels = "dim_labels=b01f_01io->b01f"
+    text = f"""
+ENTRY %main (x: f32[1,4,6,1], w: f32[1,1,1,1]) -> f32[1,7,3,1] {{
+  %x = f32[1,4,6,1] parameter(0)
+  %w = f32[1,1,1,1] parameter(1)
+  %y = f32[1,4,3,1] convolution(%x, %w), window={{size=1x1 stride=1x2}}, {labels}
+  %z = f32[1,7,3,1] convolution(%x, %w), window={{size=1x1 stride=1x2 lhs_dilate=2x1}}, {labels}
+}}
+"""
+    assert hlo_flops.matmul_flops(text) == 2 * (4 * 3 + 4 * 3)
+
+
 @pytest.mark.parametrize("num_steps", [1, 6])
 def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
     def loss(w, x):
@@ -42,7 +73,13 @@ def test_loops_and_gradients_of_a_program_compiled_here(num_steps):
 
 @pytest.mark.parametrize(
     "window",
-    [{}, {"pad": "2_2"}, {"stride": "2", "pad": "2_0"}, {"lhs_dilate": "2"}, {"rhs_dilate": "3"}],
+    [
+        {},
+        {"pad": "2_2"},
+        {"stride": "2", "pad": "2_0"},
+        {"lhs_dilate": "2"},
+        {"rhs_dilate": "3", "pad": "2_2"},
+    ],
 )
 def test_products_are_those_of_a_convolution_of_ones(window):
     """Each entry of the output is the number of products that it sums."""

@@ -30,6 +30,25 @@ def test_collectives_of_one_kind_and_axes_are_summed():
     assert fast.seconds == pytest.approx(900 / H100.chip.links)
 
 
+def test_groups_are_of_all_their_axes_and_the_slowest_is_first():
+    """Fewer bytes between hosts can take longer than more within them."""
+    hosts, mesh = topologies.parse("h100:2x8"), {"data": 2, "fsdp": 4, "tensor": 2}
+    of_axes = {("fsdp",): 6_000, ("fsdp", "tensor"): 3_000, ("data",): 2_000}
+    found = [Collective("all-to-all", axes, 2, n, 1, overlapped=False) for axes, n in of_axes.items()]
+    between, *within = roofline.group(found, hosts, mesh, dcn=2)
+    assert (between.axes, between.sent) == (("data",), 1_000)
+    assert between.seconds == pytest.approx(1_000 / hosts.chip.network)
+    assert [(row.axes, row.sent) for row in within] == [(("fsdp",), 3_000), (("fsdp", "tensor"), 1_500)]
+
+
+@pytest.mark.parametrize("dcn", [1, 2])
+def test_only_replicas_on_several_slices_use_the_network(dcn):
+    found = [Collective("all-reduce", ("data",), 2, 1_000, 1, overlapped=False)]
+    slices = topologies.parse("v5e:4x4")
+    [row] = roofline.group(found, slices, {"data": 2, "fsdp": 8, "tensor": 1}, dcn)
+    assert (row.seconds == pytest.approx(1_000 / slices.chip.network)) == (dcn == 2)
+
+
 def test_exposed_collectives_add_to_the_slowest_resource():
     found = [
         Collective("all-reduce", ("tensor",), 2, int(9e9), 1, overlapped=False),
