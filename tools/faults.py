@@ -398,7 +398,7 @@ OPTIM = [
         "optim/test_apollo.py",
         ("/ rank**0.5\n", "/ rank\n"),
         ("state.count // update_proj_gap", "state.count"),
-        ("growth * norm / jnp", "norm / jnp"),
+        ("growth * norm / _norm", "norm / _norm"),
         ("-2 if shape[-2] <= shape[-1] else -1", "-1 if shape[-2] <= shape[-1] else -2"),
         ('if granularity == "channel" else (-2, -1)', 'if granularity != "channel" else (-2, -1)'),
         ("_norm(u) if _is_target(n) else n, steps", "_norm(u) if _is_target(n) else n, grads"),

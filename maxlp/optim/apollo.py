@@ -160,7 +160,7 @@ def _shrinking(u: jax.Array, norm: Any, growth: float) -> Any:
     """The factor that limits the growth of a step's norm; the first step has no limit."""
     if not _is_target(norm):
         return norm
-    return jnp.where(norm > 0, jnp.minimum(1.0, growth * norm / jnp.maximum(_norm(u), norm)), 1.0)
+    return jnp.where(norm > 0, jnp.minimum(1.0, growth * norm / _norm(u)), 1.0)
 
 
 APOLLO, APOLLO_MINI = (

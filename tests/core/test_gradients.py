@@ -135,8 +135,9 @@ def test_the_norms_of_microbatches_are_those_of_gradients_whose_mean_is_the_batc
     assert "microbatch_grad_norm" not in of_linear(batch, microbatches, loss_scale)[2]
 
 
-def test_a_batch_without_tokens_has_no_gradient():
-    grads, _, metrics = of_linear(linear_batch() | {"mask": np.zeros((B, S), bool)})
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_batch_without_tokens_has_no_gradient(microbatches):
+    grads, _, metrics = of_linear(linear_batch() | {"mask": np.zeros((B, S), bool)}, microbatches)
     assert not np.any(grads["w"]) and metrics["loss"] == 0
 
 
@@ -144,6 +145,11 @@ def test_gradients_with_a_loss_scale_are_unscaled_in_float32():
     grads = gradients.unscaled({"w": jnp.float16([6e-5, 1.0])}, jnp.float32(2.0**14))
     assert grads["w"].dtype == jnp.float32
     np.testing.assert_array_equal(grads["w"], np.float16([6e-5, 1.0]).astype(np.float32) / 2**14)
+
+
+def test_squares_of_bfloat16_gradients_are_summed_in_float32():
+    """bfloat16 does not have the number 257."""
+    assert gradients.squared_norm({"w": jnp.ones(256, "bfloat16"), "b": jnp.ones(1, "bfloat16")}) == 257
 
 
 # --- microbatches ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ mean.
 
 import contextlib
 import functools
+import inspect
 import pkgutil
 
 import jax
@@ -201,6 +202,33 @@ def test_sharded_equals_one_device(name):
         p for p, x in jax.tree.leaves_with_path(state) if x.size >= 64 and x.sharding.is_fully_replicated
     ]
     assert not whole, "every large part of the state is sharded"
+
+
+def takes_mu_dtype(name):
+    return "mu_dtype" in inspect.signature(pkgutil.resolve_name(optim.OPTIMIZERS[name]).scale_by).parameters
+
+
+@pytest.mark.parametrize("name", [*filter(takes_mu_dtype, optim.OPTIMIZERS)])
+def test_all_first_moments_have_the_dtype_that_is_asked_for(name):
+    """Those of parameters that an optimizer leaves to Adam are among them."""
+    tx = make_optimizer(**BASE | dict(name=name, mu_dtype="bfloat16") | OPTIMIZERS[name]).tx
+    before = jax.eval_shape(tx.init, start(name, LARGE))
+    _, after = jax.eval_shape(tx.update, gradients(1, LARGE)[0], before, start(name, LARGE))
+    for state in (before, after):
+        # Adafactor's first moment is an `optax.ema`.
+        moments = [x for field in ("mu", "ema") for _, x in optax.tree.get_all_with_path(state, field)]
+        assert {x.dtype for x in jax.tree.leaves(moments)} == {jnp.dtype("bfloat16")}
+
+
+@every
+def test_gradients_of_zeros_only_let_parameters_decay(name):
+    """As behind a layer scale of 0, where no division has a divisor."""
+    params = before = start(name)
+    state, zeros = make(name).init(params), optax.tree.zeros_like(gradients(1)[0])
+    for _ in range(2):
+        params, state = jitted_step(make(name))(zeros, state, params)
+    # Rates of 0.02 and a decay of 0.01, and in bfloat16 two roundings.
+    assert_trees_close(params, before, rtol=2.0**-7 if "param_rounding" in OPTIMIZERS[name] else 5e-4)
 
 
 @every

@@ -210,6 +210,23 @@ def test_moments_at_a_refresh(moments):
     np.testing.assert_allclose(leaf(after.inner.nu), 0.95 * nu + 0.05 * r**2, atol=2e-6)
 
 
+@pytest.mark.parametrize("moments", ["reset", "reproject"])
+def test_moments_are_kept_until_the_second_refresh_of_their_own_layer(moments):
+    """The gradients of layer 1, and so its subspaces, begin with the second step."""
+    shapes = kernel((2, 6, 9))
+    grads, params = gradients(3, shapes), random_tree(shapes, 9)
+    grads[0] = kernel(jnp.asarray(leaf(grads[0])).at[1].set(0))
+
+    def mu_of_steps(moments):
+        tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2, moments=moments))
+        return [leaf(state.inner.mu) for *_, state in each_step(tx, params, grads)]
+
+    for t, (moved, kept) in enumerate(zip(mu_of_steps(moments), mu_of_steps("keep"), strict=True)):
+        # Numbers of up to 8, after a few roundings to float32.
+        same = [np.abs(a - b).max() < 2e-6 for a, b in zip(moved, kept, strict=True)]
+        assert same == [t < 2, True]
+
+
 def test_a_non_finite_gradient_postpones_the_refresh():
     shapes = kernel((2, 6, 9))
     tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2))
@@ -239,7 +256,7 @@ def test_lazy_layers_stretch_their_gap():
     """The gradient of layer 0 keeps its direction, that of layer 1 has a new one each time."""
     shapes, rng = kernel((2, 12, 30)), np.random.default_rng(0)
     fixed = np.outer(rng.normal(size=12), rng.normal(size=30))
-    tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2, lazy_threshold=0.8))
+    tx = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=2, lazy_threshold=0.75))
 
     def gradient():
         g = np.stack([fixed, rng.normal(size=(12, 30))]) + 0.01 * rng.normal(size=(2, 12, 30))
@@ -250,6 +267,14 @@ def test_lazy_layers_stretch_their_gap():
     # Five overlaps are known at step 10; from there the gaps are 4, 8, 16 …
     assert np.flatnonzero(first).tolist() == [0, 2, 4, 6, 8, 10, 14, 22]
     assert np.flatnonzero(second).tolist() == list(range(0, 26, 2))
+
+
+def test_layers_without_a_threshold_keep_their_gap():
+    """Even where each gradient has the direction of all others."""
+    shapes = kernel((2, 6, 9))
+    tx, grads = galore(ADAM, GaloreConfig(rank=2, update_proj_gap=1)), gradients(1, shapes) * 8
+    *_, (*_, state) = each_step(tx, random_tree(shapes, 1), grads)
+    assert subspace(state).last_refresh.tolist() == [7, 7] and subspace(state).stretch.tolist() == [1, 1]
 
 
 @pytest.mark.full

@@ -10,10 +10,11 @@ import pytest
 
 from maxlp.optim import muon as muon_module
 from maxlp.optim.muon import scale_by_muon, scale_by_normuon
+from maxlp.optim.tree_utils import find_states
 from maxlp.parallel import sharding
 from tests.optim.common import assert_trees_close, each_step, jitted_step, random_tree, run, run_on_mesh
 
-B1, B2, BETA, RMS = 0.5, 0.9, 0.8, 0.3
+B1, B2, EPS, BETA, RMS = 0.5, 0.9, 0.1, 0.8, 0.3
 SHAPES = {
     "layers": {"attn": {"q_proj": {"kernel": (3, 8, 24)}}, "mlp": {"down_proj": {"kernel": (3, 24, 8)}}},
     "lm_head": {"kernel": (8, 16)},
@@ -22,7 +23,7 @@ SHAPES = {
 
 def newton_schulz(x, steps):
     """Five steps of the quintic iteration with Jordan's coefficients, in float64."""
-    x = x / np.linalg.norm(x)
+    x = x / (np.linalg.norm(x) + EPS)
     for _ in range(steps):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
@@ -50,16 +51,16 @@ def normuon(grads):
     v = np.zeros(grads[0].shape[1])
     for o in orthogonal_steps(grads):
         v = B2 * v + (1 - B2) * (o**2).mean(axis=0)
-    even = o / np.sqrt(v)
-    return RMS * even.size**0.5 * even / np.linalg.norm(even)
+    even = o / (np.sqrt(v) + EPS)
+    return RMS * even.size**0.5 * even / (np.linalg.norm(even) + EPS)
 
 
 @pytest.mark.parametrize(("scale_by", "definition"), [(scale_by_muon, muon), (scale_by_normuon, normuon)])
 def test_three_steps_equal_the_definition_for_each_layer(scale_by, definition):
     params, grads = random_tree(SHAPES, 0), [random_tree(SHAPES, seed) for seed in (1, 2, 3)]
-    tx = scale_by(B1, B2, 1e-8, beta=BETA, rms=RMS, adam_rate=0.25)
+    tx = scale_by(B1, B2, EPS, beta=BETA, rms=RMS, adam_rate=0.25)
     *_, (updates, _, _) = each_step(tx, params, grads)
-    adam, heads = optax.scale_by_adam(B1, B2, 1e-8), [tree["lm_head"] for tree in (params, *grads)]
+    adam, heads = optax.scale_by_adam(B1, B2, EPS), [tree["lm_head"] for tree in (params, *grads)]
     *_, (expected_head, _, _) = each_step(adam, heads[0], heads[1:])
     for path in (("attn", "q_proj"), ("mlp", "down_proj")):
         ours = updates["layers"][path[0]][path[1]]["kernel"]
@@ -147,8 +148,11 @@ def test_a_mesh_shares_the_work_and_no_device_gathers_a_stack(mesh, layers, most
     assert 0 < len(re.findall(r" all-to-all(?:-start)?\(", step.as_text())) <= moves
 
 
-def test_momentum_keeps_its_dtype():
-    tx = scale_by_muon(mu_dtype="bfloat16")
-    _, state = run(tx, random_tree(SHAPES, 0), [random_tree(SHAPES, 1)])
-    moments = [mu for _, mu in optax.tree.get_all_with_path(state, "mu")]
-    assert {leaf.dtype for leaf in jax.tree.leaves(moments)} == {jnp.dtype(jnp.bfloat16)}
+def test_the_second_moments_of_neurons_are_float32_of_bfloat16_parameters_too():
+    params = optax.tree.cast(random_tree(SHAPES, 0), "bfloat16")
+    tx = scale_by_normuon()
+    before = jax.eval_shape(tx.init, params)
+    _, after = jax.eval_shape(tx.update, params, before, params)
+    for state in (before, after):
+        [(_, neurons)] = find_states(state, muon_module.NeuronState)
+        assert {leaf.dtype for leaf in jax.tree.leaves(neurons.v)} == {jnp.dtype(jnp.float32)}
