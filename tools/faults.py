@@ -442,6 +442,8 @@ OPTIM = [
     *_in(
         "optim/galore.py",
         "optim/test_galore.py",
+        (" & (before.last_refresh >= 0)", ""),
+        ("jnp.where(moves[..., None, None], y, x)", "y"),
         ("due = count - old.last_refresh >= config", "due = count - old.last_refresh > config"),
         ("due & has_gradient, count", "due, count"),
         ("config.update_proj_gap * old.stretch", "config.update_proj_gap"),
@@ -1224,6 +1226,11 @@ PARALLEL = [
     *_in(
         "parallel/sharding.py",
         "parallel/test_sharding.py",
+        (
+            'PartitionSpec(RULES["batch"])',
+            "PartitionSpec()",
+            "parallel/test_batches.py::test_each_device_holds_only_the_rows_of_its_part_of_the_batch",
+        ),
         (
             "x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0)",
             "x.reshape(n, -1, *x.shape[1:]), 0, 0)",
@@ -2917,6 +2924,8 @@ PLANNING = [
         ('"all-reduce": 2 * (n - 1) / n', '"all-reduce": (n - 1) / n'),
         ("        size *= n\n", "        pass\n"),
         ("inner = times * trip_count(i, program)", "inner = trip_count(i, program)"),
+        ("for one in found if not one.rare))", "for one in found))"),
+        ("return True  # it ends in the next", "return False  # it ends in the next"),
         ("total += bits / 8 * math.prod", "total += bits * math.prod"),
         ("bits = 8 if match is None else", "bits = 1 if match is None else"),
         ("return math.ceil(limit / _increment", "return math.ceil(limit * _increment"),

@@ -6,8 +6,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp.numerics.formats import Quantized
 from maxlp.parallel import sharding
-from maxlp.parallel.opt_state import PerReplica, opt_state_shardings
+from maxlp.parallel.opt_state import PerReplica, opt_state_shardings, places
 from tests.optim.common import make_optimizer
 
 SPECS = {"kernel": P("fsdp", "tensor"), "scale": P("fsdp")}
@@ -53,6 +54,22 @@ def test_masked_parts_and_factored_moments():
     assert factored.v_row["kernel"].sharding.is_fully_replicated
     adam = state.inner_states["adam"].inner_state
     assert adam.mu["scale"].sharding.spec == SPECS["scale"]
+
+
+def test_scales_are_split_like_their_codes_where_the_mesh_divides_them():
+    abstract, mesh = abstract_params()
+    codes = jax.ShapeDtypeStruct((8, 4), jnp.int8)
+    for scales, spec in (((8, 2), P("fsdp", "tensor")), ((8, 1), P("fsdp", None)), ((1, 1), P(None, None))):
+        moment = Quantized(codes, jax.ShapeDtypeStruct(scales, jnp.float32))
+        placed = places({"kernel": moment}, abstract, mesh)["kernel"]
+        assert (placed.codes.spec, placed.scale.spec) == (SPECS["kernel"], spec)
+
+
+def test_axes_of_a_shorter_dim_are_dropped_where_they_divide_no_other():
+    """Of a rank of 3 on 4 × 2 devices: fsdp and tensor together do not divide the other dim of 4."""
+    abstract, mesh = abstract_params()
+    placed = places({"kernel": jax.ShapeDtypeStruct((3, 4), jnp.float32)}, abstract, mesh)
+    assert placed["kernel"].spec == P(None, "tensor")
 
 
 def test_one_rms_per_tensor_is_replicated():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlp.parallel import sharding
-from maxlp.parallel.batches import AHEAD, batch_part, device_batches
+from maxlp.parallel.batches import AHEAD, batch_part, device_batches, global_batch
 
 
 def parts(monkeypatch, processes: int, **sizes: int) -> list[tuple[int, int]]:
@@ -36,6 +36,13 @@ def test_processes_read_different_rows_only_if_they_hold_different_rows(
     processes, sizes, expected, monkeypatch
 ):
     assert parts(monkeypatch, processes, **sizes) == expected
+
+
+def test_each_device_holds_only_the_rows_of_its_part_of_the_batch():
+    tokens = np.arange(8 * 3).reshape(8, 3)
+    batch = global_batch({"tokens": tokens}, sharding.make_mesh(data=2, fsdp=2, tensor=2))
+    np.testing.assert_array_equal(batch["tokens"], tokens)
+    assert {shard.data.shape for shard in batch["tokens"].addressable_shards} == {(2, 3)}
 
 
 def test_processes_whose_rows_overlap_in_part_are_refused():

@@ -54,6 +54,7 @@ def test_dcn_data_can_be_the_number_of_slices_or_hosts():
         (dict(data=-1), "at most one of stage, data, fsdp, context, tensor may be -1"),
         (dict(fsdp=0), "sizes must be positive"),
         (dict(dcn_data=3), "is not a multiple of 3"),
+        (dict(dcn_data=0), "sizes must be positive"),
     ],
 )
 def test_impossible_sizes_are_named(axes, message):
@@ -146,6 +147,18 @@ def test_chunks_take_a_part_of_every_device():
     expected = np.arange(B * S).reshape(2, B // 2, 2, n, S // (2 * n)).transpose(3, 0, 2, 1, 4)
     np.testing.assert_array_equal(chunks, expected.reshape(n, 4, B // 2, S // (2 * n)))
     assert chunks.addressable_shards[0].data.shape == (n, 1, B // 2, S // (2 * n))
+
+
+def test_the_number_of_chunks_is_lowered_until_it_divides_the_sequence():
+    """Of 4 and 6, the largest common divisor is 2."""
+    assert sharding.split_chunks(jnp.zeros((2, 6, 5)), 4).shape == (2, 1, 2, 3, 5)
+
+
+def test_gradients_are_padded_to_round_sizes_by_at_most_a_32nd():
+    for n in range(1, 5000):
+        size = sharding._round_size(n)
+        assert n <= size <= n * 33 / 32
+        assert size.bit_length() - (size & -size).bit_length() <= 6, "at most 7 significant bits"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
