@@ -19,6 +19,7 @@ from maxlp.parallel.by_layers import ORDER, num_filled
 from maxlp.parallel.opt_state import places
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
+from maxlp.planning.jaxpr_flops import matmul_flops
 from maxlp.precision import blocks, scatter
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
@@ -32,9 +33,11 @@ class StateShapes:
     Attributes:
       tree: on one mesh. On every mesh its parameters have the same partition specs, and the state of the
         optimizer those of `opt_state.places`.
+      update_flops: FLOPs of the optimizer's matmuls in a step, of all layers once.
     """
 
     tree: State
+    update_flops: float = 0.0
     _bytes: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -224,7 +227,23 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     mesh = abstract_mesh(machine.axes)
     run = assemble(s, machine, cast(Mesh, mesh))  # shapes and shardings need no devices
     _, state = run.abstract_state()
-    return StateShapes(state)
+    if s.optimizer.kind.matmuls == "none" and s.optimizer.galore is None:
+        return StateShapes(state)
+    update = jax.make_jaxpr(run.tx.update)(state["params"], state["opt_state"], state["params"])
+    return StateShapes(state, matmul_flops(update.jaxpr))
+
+
+def add_update(flops: dict[str, float], s: Settings, machine: Machine, state: StateShapes, L: int) -> None:
+    """Adds the optimizer's matmuls to the FLOPs of all devices, by dtype.
+
+    Replicas repeat them, and Muon's layers of zeros are multiplied like others.
+
+    Args:
+      L: the number of layers of the (largest) stack.
+    """
+    if state.update_flops:
+        filled = num_filled(L, machine.axes) / L if s.optimizer.kind.matmuls == "iterated" else 1
+        flops["float32"] = filled * machine.axes["data"] * state.update_flops
 
 
 def scatter_of_gradients(s: Settings, blocks: Blocks) -> tuple[str, float]:
@@ -326,7 +345,7 @@ def matmul_dtypes(s: Settings, path: str) -> dict[str, str]:
     return dict.fromkeys(GEMMS, "bfloat16") | rates
 
 
-def matmul_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:
+def linear_flops(s: Settings, path: str, once: float, recomputed: int) -> dict[str, float]:
     """FLOPs of a `Linear`'s matmuls in a step, by their dtype; frozen weights have no gradient.
 
     A matmul over a share of the tokens counts with that share, and the layers of a stack in which a matmul

@@ -53,13 +53,17 @@ def published_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     Args:
       device_kind: the name that JAX reports.
       dtype: a name in `PEAK_TFLOPS`. Without hardware support for it the rate is that of
-        bfloat16, in which such a device multiplies.
+        bfloat16, in which such a device multiplies. "float32" is multiplied at JAX's default precision:
+        in bfloat16 on TPUs and in TF32 on GPUs, at half the rate on all that the table has.
 
     Returns:
       The rate, or None if `PEAK_TFLOPS` does not have it, as that of a CPU.
     """
     peaks = {} if SLOWER.search(device_kind) else published_peaks(device_kind)
-    return 1e12 * peaks.get(dtype, peaks["bfloat16"]) if peaks else None
+    if not peaks:
+        return None
+    tf32 = dtype == "float32" and "TPU" not in device_kind
+    return 1e12 * (peaks["bfloat16"] / 2 if tf32 else peaks.get(dtype, peaks["bfloat16"]))
 
 
 def host_peak() -> int:

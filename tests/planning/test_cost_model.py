@@ -17,14 +17,14 @@ from maxlp.planning.cost_model import (
     cost_of,
     gathered_itemsize,
     held_state,
+    linear_flops,
     matmul_dtypes,
-    matmul_flops,
     state_shapes,
     unsampled,
 )
 from maxlp.precision import scatter
 from maxlp.run.experiment import assemble
-from maxlp.run.settings import Settings, read
+from maxlp.run.settings import Machine, Settings, read
 from tests.fixtures import LLAMA, Trainer, batch, exchanged_bytes, make_llama, make_mesh
 from tests.planning import peaks
 from tests.run.fixtures import changed, load
@@ -168,6 +168,30 @@ def test_sampled_gradients_multiply_a_share_of_the_tokens():
     assert flops[0] - flops[1] == pytest.approx(0.75 * 2 * tokens * kernels)
 
 
+# FLOPs of the optimizer's matmuls for an (m, n) kernel with m ≤ n, from the algorithms.
+UPDATES = {
+    "optimizer=adamw": lambda m, n: 0,
+    "optimizer=muon": lambda m, n: 5 * (4 * m * m * n + 2 * m**3),
+    "optimizer=soap": lambda m, n: 8 * m * m * n + 8 * m * n * n,  # g, M and the step rotated; L and R
+    "galore=16,low_bit=8bit": lambda m, n: 2 * 2 * 16 * m * n,  # the gradient, and the step back
+}
+
+
+@pytest.mark.parametrize("choices", UPDATES)
+def test_the_matmuls_of_optimizers_are_counted(choices):
+    """Replicas repeat them; devices that do not divide the layers multiply Muon's layers of zeros."""
+    name, _, value = choices.partition("optimizer=")
+    change = {"optimizer.name": value} if value else {}
+    s = read(changed(load("debug", name), change | {"model.num_layers": 4}))
+    kernels = [p.shape for p in jax.tree.leaves(s.params) if len(p.shape) == 3]
+    whole = sum(layers * UPDATES[choices](*sorted(shape)) for layers, *shape in kernels)
+    for axes, parts in (({}, 1), ({"data": 2, "fsdp": 2}, 2), ({"fsdp": 8}, 4 if value == "muon" else 8)):
+        sizes = dict.fromkeys(("stage", "data", "fsdp", "context", "tensor"), 1) | axes
+        machine = Machine(sizes, "cuda", "NVIDIA H200")
+        work = cost_of(s).work(s, machine, state_shapes(s, machine))
+        assert work.flops.get("float32", 0) == pytest.approx(whole / parts)
+
+
 @pytest.mark.parametrize("name", ["remat none", "tensor 2, remat none", "CLIP b32, remat none"])
 def test_what_is_not_sampled_is_not_saved(name):
     """The memory that compiled steps save, a sixth of their peak. Estimates of a peak are up to 3 % off."""
@@ -201,12 +225,12 @@ def test_layers_in_high_precision_multiply_and_are_gathered_in_16_bits():
         for path, plain in (("layers/attn/q_proj", 1), ("layers/mlp/down_proj", 2)):
             expected = {"bfloat16": 4 * plain}
             expected[low] = expected.get(low, 0) + (3 + kept) * (4 - plain)
-            assert matmul_flops(s, path, 4, recomputed=1) == pytest.approx(expected)
+            assert linear_flops(s, path, 4, recomputed=1) == pytest.approx(expected)
     s = read(changed(load("debug"), layers | {"precision.recipe": "fp8_current"}))
     for path, plain in (("layers/attn/q_proj", 1), ("layers/mlp/down_proj", 2)):
         assert gathered_itemsize(s, path, 2) == (2 * plain + 4 - plain) / 4
     frozen = read(changed(load("debug"), {"precision.recipe": "bf16"} | peaks.LORA))
-    assert matmul_flops(frozen, "lm_head", 1, recomputed=0) == {"bfloat16": 2}
+    assert linear_flops(frozen, "lm_head", 1, recomputed=0) == {"bfloat16": 2}
 
 
 @pytest.mark.parametrize("family", ["llama", "clip"])

@@ -28,6 +28,8 @@ from maxlp.runtime import hardware
         ("NVIDIA B200", "mxfp8", 4500),
         ("NVIDIA H200", "mxfp8", 989),  # which XLA dequantizes there
         ("NVIDIA GeForce RTX 5090", "nvfp4", 1676),
+        ("NVIDIA A100-SXM4-80GB", "float32", 156),  # TF32
+        ("TPU v4", "float32", 275),  # rounded to bfloat16
     ],
 )
 def test_device_kinds_find_their_published_peak(kind, dtype, tflops):

@@ -24,10 +24,11 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    add_update,
     gathered_gradient_itemsize,
     gathered_kernels,
     held_state,
-    matmul_flops,
+    linear_flops,
     scatter_of_gradients,
     shared_sizes,
     unsampled,
@@ -260,7 +261,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
             # The backward pass needs the output of a branch only for the gradient of its gain.
             unused = path.endswith("/down_proj") and settings.model.layer_scale is None
             repeats = features_again if unused else again
-            for dtype, n in matmul_flops(settings, path, once, repeats).items():
+            for dtype, n in linear_flops(settings, path, once, repeats).items():
                 flops[dtype] += n
         passes = (3 if tower.attention == "xla" else 3.5) + features_again + tower.attention_again
         flops["bfloat16"] += square * passes * 4 * tokens * tower.S * tower.L * tower.D
@@ -279,6 +280,7 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     flops["bfloat16"] += 2 * B * ((runs - image.frozen) * by_weights + runs * scores)
     products = 6 * 2 * B**2 * E
     flops["bfloat16"] += (4 if settings.loss.method == "tiled" else 3) * products
+    add_update(flops, settings, machine, state, image.L)
     mesh = abstract_mesh(machine.axes)
     once = 2 * (state.bytes_on(mesh, "params") + state.bytes_on(mesh, "opt_state"))
     moved += once + 2 * gradients(settings, machine, state)

@@ -24,11 +24,12 @@ from maxlp.planning.cost_model import (
     Ledger,
     StateShapes,
     Work,
+    add_update,
     gathered_gradient_itemsize,
     gathered_itemsize,
     gathered_kernels,
     held_state,
-    matmul_flops,
+    linear_flops,
     scatter_of_gradients,
     shared_sizes,
     unsampled,
@@ -397,16 +398,17 @@ def work(settings: Settings, machine: Machine, state: StateShapes) -> Work:
     flops: dict[str, float] = collections.defaultdict(float)
     for path, width in s.widths.items():
         repeats = s.again if path != DOWN else 0  # the backward pass does not need the output of a block
-        for dtype, n in matmul_flops(settings, path, 2 * passed * s.L * s.D * width, repeats).items():
+        for dtype, n in linear_flops(settings, path, 2 * passed * s.L * s.D * width, repeats).items():
             flops[dtype] += n
     logits_again = 1 if settings.model.dtype == "float16" and s.chunks > 1 else 0  # see `losses`
-    for dtype, n in matmul_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
+    for dtype, n in linear_flops(settings, "lm_head", 2 * tokens * s.D * s.V, logits_again).items():
         flops[dtype] += n
     square = 5 / 8 if s.attention == "xla" else 1 / 2
     passes = (3 if s.attention == "xla" else 3.5) + s.attention_again
     flops["bfloat16"] += square * passes * 4 * passed * s.S * s.L * s.N * s.H
     if settings.model.qk_clip is not None:  # all logits once more, see `qk_clip.max_logits`
         flops["bfloat16"] += 2 * passed * s.S * s.L * s.N * s.H
+    add_update(flops, settings, machine, state, s.L)
     params, opt_state = (state.bytes_on(mesh, key) for key in ("params", "opt_state"))
     return Work(
         {dtype: n / devices for dtype, n in flops.items() if n},
