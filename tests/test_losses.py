@@ -102,6 +102,17 @@ def test_chunks_in_bfloat16_add_their_gradients_in_float32(num_chunks):
     np.testing.assert_allclose(np.float32(grad[:, 0]), -mask.sum() * (1 - 1 / V), atol=1.01)
 
 
+def test_the_gradient_of_a_chunk_in_bfloat16_is_not_rounded():
+    """132 tokens in each of 7 chunks: 909.6 is rounded to 908, and 7 times 129.9, rounded to 130, to 912."""
+    B, S, D, V = 4, 512, 4, 64
+    x_BSD, w_DV = jnp.ones((B, S, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
+    mask = np.zeros((B, 8, S // 8), bool)
+    mask[:, :7, : 132 // B] = True
+    p = {"targets": jnp.zeros((B, S), jnp.int32), "mask": jnp.asarray(mask.reshape(B, S))}
+    grad = jax.jit(jax.grad(lambda w: total(p, w, x_BSD, 8, 0.0)[0]))(w_DV)
+    np.testing.assert_array_equal(np.float32(grad[:, 0]), -908)
+
+
 def test_counts(problem):
     likely = np.argmax(problem["x"] @ problem["w"], -1)
     p = problem | {"targets": np.where(np.arange(S) < S // 2, likely, problem["targets"]).astype(np.int32)}

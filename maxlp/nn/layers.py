@@ -60,7 +60,10 @@ def dot_general(
     on CPUs twice as long as xᵀ g. If bfloat16 operands give a float32 result (the logits), JAX also
     multiplies the gradient in float32; here it is rounded to the dtype of the operands, as in every
     other matmul.
+
+    A kernel of another dtype than the input is cast to that of the input; its gradient keeps its own.
     """
+    kernel = kernel.astype(x.dtype)
     return jax.lax.dot_general(x, kernel, dimension_numbers, preferred_element_type=preferred_element_type)
 
 
@@ -68,7 +71,8 @@ def _dot_general_bwd(dimension_numbers, preferred_element_type, sum_over_rows, s
     x, kernel = saved
     g = g.astype(x.dtype)
     rows = tuple(range(x.ndim - 1))
-    dx = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+    over_outputs = ((g.ndim - 1,), (1,)), ((), ())
+    dx = jax.lax.dot_general(g, kernel.astype(x.dtype), over_outputs, preferred_element_type=x.dtype)
     how = dict(dimension_numbers=((rows, rows), ((), ())), preferred_element_type=kernel.dtype)
     product = functools.partial(jax.lax.dot_general, **how)
     return dx, product(x, g) if sum_over_rows is None else sum_over_rows(product, x, g)
@@ -80,6 +84,11 @@ dot_general.defvjp(lambda *args: (dot_general(*args), args[:2]), _dot_general_bw
 def _last_with_first(x: jax.Array) -> Any:
     """Dimension numbers that contract the last axis of ``x`` with the first one of a kernel."""
     return ((x.ndim - 1,), (0,)), ((), ())
+
+
+def logits(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """float32 ``x @ kernel``, see `dot_general`."""
+    return dot_general(x, kernel, _last_with_first(x), jnp.float32)
 
 
 def add_parameter(x: jax.Array, value: jax.Array) -> jax.Array:
@@ -248,8 +257,7 @@ class Embed(nnx.Module):
 
     def attend(self, x_BSD: jax.Array) -> jax.Array:
         """float32 logits over the table's rows."""
-        table_DV = self.embedding[...].astype(self.dtype).T
-        return dot_general(x_BSD, table_DV, _last_with_first(x_BSD), jnp.float32)
+        return logits(x_BSD, self.embedding[...].astype(self.dtype).T)
 
 
 def unmarked(x: jax.Array) -> jax.Array:

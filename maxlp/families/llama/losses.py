@@ -83,7 +83,8 @@ def next_token_in_chunks(
 
     Args:
       product: (weights, hidden states (…, D)) to float32 logits (…, V), linear in both. It runs on the rows
-        of one device and must not constrain shardings.
+        of one device and must not constrain shardings. With several chunks it gets the weights in float32,
+        and casts them.
       weights: the weights of ``product``, in the dtype to gather, with their logical axes.
       num_chunks: divides S.
       cap: applied to the logits.
@@ -154,11 +155,13 @@ def _add_dweights(product, loss, cotangent, weights, x_CPbsD, *labels_CPbs):
     """`_sum_of_chunks`, and the gradients of ``cotangent`` × its loss with respect to weights and x."""
 
     def add(dweights_P: nnx.State, chunk: tuple) -> tuple:
+        # The gradient of a float32 weight is float32: matmuls on GPUs then add it to the sum themselves.
+        wide_P = jax.tree.map(lambda w: w.astype(jnp.float32), weights_P)
         value, pull, sums = jax.vjp(
-            lambda *args: loss(jax.vmap(product)(*args), *chunk[1:]), weights_P, chunk[0], has_aux=True
+            lambda *args: loss(jax.vmap(product)(*args), *chunk[1:]), wide_P, chunk[0], has_aux=True
         )
         more_P, dx_PbsD = pull(cotangent)
-        dweights_P = jax.tree.map(lambda a, g: a + g.astype(a.dtype), dweights_P, more_P)
+        dweights_P = jax.tree.map(jnp.add, dweights_P, more_P)
         return dweights_P, ((value, sums), dx_PbsD)
 
     weights_P, scatter = jax.vjp(sharding.all_gather_params, weights)

@@ -311,7 +311,16 @@ class Llama(nnx.Module):
         graphdef, params, frozen, rest = nnx.split(self._head_module(), nnx.Param, layers.Frozen, ...)
         weights, frozen = jax.tree.map(lambda p: p.astype(self.config.dtype), (params, frozen))
         rest = jax.lax.stop_gradient((constrain_params(frozen, gathered=True), rest))
-        return lambda weights, x: _product(nnx.merge(graphdef, weights, *rest, copy=True), x), weights
+        is_plain = self.has_plain_head
+
+        def product(weights: nnx.State, x: jax.Array) -> jax.Array:
+            head = nnx.merge(graphdef, weights, *rest, copy=True)
+            if not is_plain:
+                return _product(head, x)
+            # Not cast before the matmul, so that the gradient has the dtype of the weights, see `losses`.
+            return layers.logits(x, head.embedding[...].T if self.lm_head is None else head.kernel[...])
+
+        return product, weights
 
     @property
     def has_plain_head(self) -> bool:

@@ -106,6 +106,17 @@ def test_heads_that_are_not_plain():
     assert not model.has_plain_head
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_float32_weights_of_the_head_is_not_rounded_to_16_bits(tied):
+    """Row 0 of the hidden states is 1 and row 1 is 2^-8, whose sum needs 9 significant bits."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", tie_embeddings=tied)
+    product, weights = Llama(config, rngs=nnx.Rngs(0)).head()
+    weights = jax.tree.map(lambda w: w.astype(jnp.float32), weights)
+    x_TD = jnp.ones((2, config.embed_dim), jnp.bfloat16) * jnp.array([[1.0], [2.0**-8]], jnp.bfloat16)
+    [grad] = jax.tree.leaves(jax.grad(lambda w: product(w, x_TD).sum())(weights))
+    np.testing.assert_array_equal(grad, np.full(grad.shape, 1 + 2.0**-8, np.float32))
+
+
 def test_packed_documents_do_not_attend_to_each_other(model):
     """All documents in rows of 40 tokens, so that one program runs them all."""
     rng = np.random.default_rng(0)
