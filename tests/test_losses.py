@@ -103,7 +103,7 @@ def test_chunks_in_bfloat16_add_their_gradients_in_float32(num_chunks):
 
 
 def test_the_gradient_of_a_chunk_in_bfloat16_is_not_rounded():
-    """132 tokens in each of 7 chunks: 909.6 is rounded to 908, and 7 times 129.9, rounded to 130, to 912."""
+    """132 tokens in each of 7 chunks: 909.6 is rounded to 908, and the sum of 7 rounded 129.9 to 912."""
     B, S, D, V = 4, 512, 4, 64
     x_BSD, w_DV = jnp.ones((B, S, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
     mask = np.zeros((B, 8, S // 8), bool)
