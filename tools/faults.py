@@ -1017,7 +1017,7 @@ NN = [
         ),
         ("        x32 -= jnp.mean(x32, axis=-1, keepdims=True)\n", ""),
         ("    g = g.astype(x.dtype)\n", ""),
-        ("(((g.ndim - 1,), (1,)), ((), ()))", "(((g.ndim - 1,), (0,)), ((), ()))"),
+        ("((g.ndim - 1,), (1,)), ((), ())", "((g.ndim - 1,), (0,)), ((), ())"),
         (
             "return (x32 * inverse_std * scale + bias).astype(x.dtype)",
             "return (x32 * inverse_std * scale - bias).astype(x.dtype)",
@@ -1033,7 +1033,7 @@ NN = [
             "table = jax.random.normal",
             "families/clip/test_model.py::test_initial_values_are_those_of_open_clip",
         ),
-        ("_last_with_first(x_BSD), jnp.float32)", "_last_with_first(x_BSD), self.dtype)"),
+        ("_last_with_first(x), jnp.float32)", "_last_with_first(x), x.dtype)"),
         (
             "x32 = self.mark_input(x).astype(jnp.float32)\n        inverse_rms",
             "x32 = self.mark_input(x)\n        inverse_rms",
