@@ -77,7 +77,7 @@ def test_a_run_is_evaluated_on_any_number_of_devices_and_a_given_mesh_is_kept():
     assert dict(make_mesh(s, fixed=True).shape)["fsdp"] == len(jax.devices())
     s = settings("llama", optimizer__name="sgd", optimizer__adascale=2.0, train__microbatches=2)
     assert make_mesh(s, fixed=True).size == len(jax.devices())
-    s = settings(profile__start=10**9, metrics__wandb_group="a")  # of a run before these were refused
+    s = settings(profile__start=10**9)  # of a run before this was refused
     assert make_mesh(s, fixed=True).size == len(jax.devices())
     for sent in (dict(precision__exchange="int8", precision__scatter="int8"), dict(train__local__steps=3)):
         for fixed, data in ((False, 3), (True, 1)):

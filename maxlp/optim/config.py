@@ -147,12 +147,20 @@ class LowBitConfig:
 
     def __post_init__(self) -> None:
         schema.check(self)
-        has_scales = any(name != "float32" and FORMATS[name].needs_scale for name in (self.mu, self.nu))
-        if self.block_size and not has_scales:
+        encoded = [FORMATS[name] for name in (self.mu, self.nu) if name != "float32"]
+        if self.block_size and encoded and not any(to.needs_scale for to in encoded):
             raise ValueError(
                 f"block_size={self.block_size} has no effect with mu={self.mu} and nu={self.nu}, which "
                 "have no scales; set it to 0"
             )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether any moment is rounded stochastically."""
+        mu, nu = (FORMATS.get(name) for name in (self.mu, self.nu))  # None for float32
+        return any(to is not None and to.stochastic for to in (mu, nu)) or (
+            nu is not None and nu.kind == "float"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,12 +283,17 @@ class OptimizerConfig:
 
     @property
     def unused(self) -> list[str]:
-        """The keys that every config has, and that have no effect here, each with the reason."""
+        """The required keys, and the seeds, that have no effect here, each with the reason."""
         parameters = inspect.signature(self.kind.scale_by).parameters
         used = {*parameters, "b1"} if self.kind.averages else {*parameters}
         found = [f"{key} (name={self.name})" for key in ("b1", "b2", "eps") if key not in used]
         if not takes(self.schedule, "final"):
             found.append(f"final_lr_fraction (schedule={self.schedule})")
+        if self.galore is not None and self.galore.seed and self.galore.basis == "svd":
+            found.append("galore.seed (basis=svd)")
+        low_bit = self.low_bit
+        if low_bit is not None and low_bit.seed and not low_bit.is_random:
+            found.append(f"low_bit.seed (mu={low_bit.mu}, nu={low_bit.nu})")
         return found
 
     @property

@@ -13,7 +13,6 @@ with a config key, names the values, and ends with the fix. The rule's docstring
 from flax import nnx
 
 from maxlp import precision
-from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn.attention import refusal
 from maxlp.parallel import sharding
 from maxlp.run.config import ConfigError, errors_of
@@ -259,37 +258,20 @@ def offloading_needs_released_gradients(s: Settings, machine: Machine) -> str | 
     )
 
 
-# --- guard and outputs ----------------------------------------------------------------------------------
-
-
-def guard_uses_its_settings(s: Settings, machine: Machine) -> str | None:
-    """What a guard would do at a spike is silently left out where another one, or none, is set."""
-    c = s.spikes
-    if c.guard == "rollback":
-        return None
-    for key in ("rewind_steps", "skip_batches"):
-        if (value := getattr(c, key)) != getattr(SpikeConfig, key):
-            return (
-                f"spikes.{key}={value} has no effect with spikes.guard={c.guard}; set "
-                f"spikes.guard=rollback, or leave spikes.{key} unset"
-            )
-    return None
+# --- outputs --------------------------------------------------------------------------------------------
 
 
 def outputs_can_be_made(s: Settings, machine: Machine) -> str | None:
-    """A trace, checkpoint or label that cannot be made would be silently left out."""
-    start, steps, metrics = s.profile.keywords.get("start", 0), s.train.total_steps, s.metrics.keywords
+    """A trace or checkpoint that cannot be made would be silently left out."""
+    start, steps = s.profile.keywords.get("start", 0), s.train.total_steps
     if start > steps:
         return f"profile.start={start} is after train.total_steps={steps}; lower it, or set 0 for no trace"
     saves = s.checkpoint.keywords
     kept = saves.get("keep_every")
-    if kept and kept % saves["every_steps"]:
-        every = f"checkpoint.every_steps={saves['every_steps']}"
-        return f"checkpoint.keep_every={kept} is not a multiple of {every}; change one of them"
-    labels = [key for key in ("wandb_group", "wandb_tags") if metrics.get(key)]
-    if not labels or metrics.get("wandb_project"):
+    if not kept or kept % saves["every_steps"] == 0:
         return None
-    return f"metrics.{labels[0]}={metrics[labels[0]]} needs metrics.wandb_project; set it, or unset this"
+    every = f"checkpoint.every_steps={saves['every_steps']}"
+    return f"checkpoint.keep_every={kept} is not a multiple of {every}; change one of them"
 
 
 RULES = (
@@ -315,6 +297,5 @@ RULES = (
     swapped_vocabularies_are_trained,
     adapters_are_compatible,
     targets_are_matrices,
-    guard_uses_its_settings,
     outputs_can_be_made,
 )

@@ -29,18 +29,11 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
     if low_bit is not None and "mu" not in low_bit:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
     # Keys that had no effect, which are refused today.
-    recipes, spikes = config.get("precision", {}), config.get("spikes", {})
+    recipes, profile = config.get("precision", {}), config.get("profile", {})
     if recipes.get("recipe") == "bf16" and "min_dim" in recipes:
         recipes["min_dim"] = 0
         if all(name == "bf16" for _, name in recipes.get("rules") or ()):
             recipes["rules"] = ()
-    if spikes.get("guard") != "rollback":
-        for key in ("rewind_steps", "skip_batches"):
-            spikes.pop(key, None)
-    metrics, profile = config.get("metrics", {}), config.get("profile", {})
-    if not metrics.get("wandb_project"):
-        for key in ("wandb_group", "wandb_tags"):
-            metrics.pop(key, None)
     if (profile.get("start") or 0) > (config.get("train", {}).get("total_steps") or 0):
         profile.pop("start")
     data.pop("name", None)  # the family determines the kind of data

@@ -32,6 +32,7 @@ from maxlp.parallel.batches import batch_part
 from maxlp.run import constraints
 from maxlp.run.progress import Progress
 from maxlp.run.settings import Machine, Settings, make_model, make_optimizer, read
+from maxlp.run.switched_off import unused_keys
 from maxlp.runtime.messages import counted, rounded
 
 
@@ -258,8 +259,8 @@ def describe(e: Experiment, state: State) -> str:
         f"{s.train.total_steps * units:,} {family.unit}",
         f"work: {full:.3g} FLOPs per {family.unit[:-1]} ({causal:.3g} with causal attention)",
     ]
-    if unused := s.optimizer.unused:
-        lines.append("without effect: " + ", ".join(f"optimizer.{key}" for key in unused))
+    if unused := [f"optimizer.{key}" for key in s.optimizer.unused] + unused_keys(s):
+        lines.append("without effect: " + ", ".join(unused))
     warmup = fitting_warmup(s.optimizer.warmup_steps, s.train.total_steps)
     if warmup != s.optimizer.warmup_steps:
         lines.append(

@@ -59,8 +59,7 @@ DATA = {
 }
 RUN = {"llama": "run", "clip": "run_clip"}
 # `earlier_versions` replaces values of these keys that had no effect in older configs.
-UPGRADED = {"precision.min_dim", "spikes.rewind_steps", "spikes.skip_batches", "optimizer.decay_with_clip"}
-UPGRADED |= {"metrics.wandb_group", "metrics.wandb_tags"}
+UPGRADED = {"precision.min_dim", "optimizer.decay_with_clip"}
 AS_TRAINED = {"precision", "optimizer", "train"}  # `evaluate` takes these sections from the run
 
 

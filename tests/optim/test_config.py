@@ -11,6 +11,8 @@ from maxlp.optim import OPTIMIZERS, OptimizerConfig, galore
 from tests.optim.common import REQUIRED, make_optimizer, optimizer_config
 
 FP8 = dict(mu="float8_e4m3fn", nu="float8_e5m2")
+DYNAMIC8 = dict(mu="dynamic8", nu="dynamic8")
+COSINE = dict(schedule="cosine")
 FREE = dict(name="schedule_free_adamw")
 
 
@@ -190,6 +192,7 @@ def test_wrappers_that_are_off_go_with_everything(name):
     [
         {"name": "stable_adamw", "decay_with_clip": False},
         {"low_bit": {"mu": "bfloat16", "nu": "float16", "block_size": 256}},
+        {"low_bit": {"mu": "float32", "nu": "float32", "block_size": 256}},  # turned off in a preset
         {"name": "lion", "options": {"smooth_beta": 2.0, "mode": "smooth"}},
         {"name": "lion", "low_bit": FP8},  # as by the argument low_bit=fp8
         FREE | {"low_bit": FP8},
@@ -222,7 +225,7 @@ def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):
     ("changes", "unused"),
     [
         ({}, ["final_lr_fraction (schedule=constant)"]),
-        ({"schedule": "cosine"}, []),
+        (COSINE, []),
         ({"schedule": "wsd", "name": "lion"}, ["eps (name=lion)"]),
         (FREE, ["final_lr_fraction (schedule=constant)"]),
         (
@@ -230,9 +233,18 @@ def test_rates_far_from_those_of_galores_runs_have_a_warning(changes, message):
             ["b1 (name=adafactor)", "b2 (name=adafactor)", "eps (name=adafactor)"],
         ),
         ({"schedule": "linear", "name": "sgd"}, ["b2 (name=sgd)", "eps (name=sgd)"]),
+        (COSINE | {"galore": {"rank": 2, "seed": 1}}, ["galore.seed (basis=svd)"]),
+        (COSINE | {"galore": {"rank": 2, "seed": 1, "basis": "randomized"}}, []),
+        (COSINE | {"low_bit": DYNAMIC8 | {"seed": 1}}, ["low_bit.seed (mu=dynamic8, nu=dynamic8)"]),
+        (COSINE | {"low_bit": DYNAMIC8 | {"nu": "float16", "seed": 1}}, []),
+        (COSINE | {"low_bit": DYNAMIC8 | {"mu": "bfloat16", "seed": 1}}, []),
+        (
+            COSINE | {"low_bit": FP8 | {"nu": "float32", "seed": 1}},
+            ["low_bit.seed (mu=float8_e4m3fn, nu=float32)"],
+        ),
     ],
 )
-def test_required_keys_without_effect_are_named(changes, unused):
+def test_required_keys_and_seeds_without_effect_are_named(changes, unused):
     assert optimizer_config(**changes).unused == unused
 
 

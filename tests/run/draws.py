@@ -239,7 +239,6 @@ COMMON: dict[str, list[Changes]] = {
         *each("precision.sharpness_every", 2),
         *each("precision.magnitudes_every", 2),
         *each("profile.start", 10, 11),
-        *each("metrics.wandb_group", "a"),
     ],
 }
 

@@ -10,7 +10,6 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxlp import schema
-from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.nn.lora import Adapter
 from maxlp.optim.config import OPTIMIZERS, options_of
 from maxlp.run import constraints, run_dir
@@ -204,8 +203,6 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
         del old["data"][key]
     old["optimizer"] |= {"galore": {"rank": 8}, "low_bit": {}, "decay_with_clip": False}
     old["precision"] |= {"loss_scale": None, "options": {}, "min_dim": 64, "rules": [["*", "bf16"]]}
-    old["spikes"] |= {"rewind_steps": 50, "skip_batches": 9}
-    old["metrics"] |= {"wandb_group": "a", "wandb_tags": ["b"]}
     old["profile"]["start"] = old["train"]["total_steps"] + 1
     old["model"]["rope_scaling"] = None
     (tmp_path / "config.json").write_text(json.dumps(old))
@@ -215,8 +212,7 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     assert (s.optimizer.name, s.optimizer.decay_with_clip) == ("adamw", True)
     assert s.precision.loss_scale is None and s.model.rope_scaling is None
     # What had no effect, and is refused today.
-    assert (s.precision.min_dim, s.precision.rules, s.spikes) == (0, (), SpikeConfig())
-    assert not s.metrics.keywords["wandb_group"] and not s.metrics.keywords["wandb_tags"]
+    assert (s.precision.min_dim, s.precision.rules) == (0, ())
     assert not s.profile.keywords.get("start")
 
 
