@@ -118,19 +118,19 @@ def make_config(run: Run, tiny: bool) -> ConfigDict:
 def predict(out: Result) -> None:
     """Records the settings that the planner chooses for every run, with their predicted time and memory."""
     for name in RUNS:
-        out.add(run=name, candidates=list(itertools.islice(candidates(name, out), 1)))
+        out.add(run=name, candidates=list(itertools.islice(candidates(name, out.device, out.tiny), 1)))
 
 
-def candidates(name: str, out: Result) -> Iterator[dict[str, Any]]:
+def candidates(name: str, device: dict[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
     """Settings to try, with the run's batch, recipe and loss: changes, predicted peak (bytes) and seconds.
 
     First the fastest that fit by prediction; then, because the prediction may be too low, up to two others,
     each with at most 85 % of the memory of the one before. Tiny runs have one candidate. A generator,
     because each search takes seconds.
     """
-    s, one = read(make_config(RUNS[name], out.tiny)), topology(out.device)
+    s, one = read(make_config(RUNS[name], tiny)), topology(device)
     fixed = {"precision.recipe", "data.batch_size", "loss.method"}
-    for _ in range(1 if out.tiny else 3):
+    for _ in range(1 if tiny else 3):
         found = search.find(s, one)
         options = [each for each in (*found.layouts, *found.numerics) if not fixed & each.changes.keys()]
         if not options:
@@ -157,7 +157,7 @@ def train(out: Result) -> None:
     found = load(path(out.folder, "predict"))
     rows = found["rows"] if found and is_of(found, out.device) else []
     predicted = next((row["candidates"] for row in rows if row["run"] == out.name), [])
-    others = itertools.islice(candidates(out.name, out), len(predicted), None)
+    others = itertools.islice(candidates(out.name, out.device, out.tiny), len(predicted), None)
     s = read(config_for_device(out))
     row: dict[str, Any] = {}
     for choice in itertools.chain(predicted, others):
