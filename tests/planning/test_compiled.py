@@ -167,6 +167,19 @@ def test_blocks_of_replicas_that_are_apart_compile_for_a_b200():
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
+def test_texts_travel_around_the_ring_while_logits_are_computed():
+    """Their sums follow when they are complete; XLA for GPUs would send both then, in one permute."""
+    changes = {"model.visual.num_layers": 1, "model.text.num_layers": 1, "mesh.fsdp": 4}
+    changes |= {"data.batch_size": 4096, "loss.method": "tiled", "loss.tile_size": 512}
+    s = peaks.settings_of(clip(**CLIP_SIZES["b32"]), changes)
+    _, found = collectives_on(s, "h100:1x4")
+    texts = 4096 / 4 * s.model.embed_dim * 4
+    sent = [one.overlapped for one in found if one.kind == "collective-permute" and one.bytes >= texts]
+    assert len(sent) == 3  # texts forward, and texts and their gradients backward
+    assert sum(sent) >= 2
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_galore_gathers_gradients_at_a_refresh_alone(tensor):
     """In all other steps, only weights and the residual stream are gathered."""

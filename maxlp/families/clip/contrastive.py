@@ -301,6 +301,9 @@ def _ring(
             text_sums,
             (images, image_sums),
         )
+        if axes:
+            # Without this order, XLA for GPUs sends both in one permute, once the sums are complete.
+            next_texts, text_sums = jax.lax.optimization_barrier((next_texts, text_sums))
         return next_texts, image_sums, _to_next_device(text_sums, axes)
 
     n = jax.lax.axis_size(axes) if axes else 1
