@@ -241,6 +241,12 @@ def exchanged_bytes(program: str) -> dict[tuple[str, str], int]:
 # --- the state of delayed scaling -----------------------------------------------------------------------
 
 
+def permutes_in_place(program: str) -> list[str]:
+    """The pairs of the collective-permutes in a compiled program in which every device sends to itself."""
+    found = re.findall(r"source_target_pairs=\{(.*?)\}\}", program)
+    return [pairs for pairs in found if all(a == b for a, b in re.findall(r"(\d+),(\d+)", pairs))]
+
+
 def histories(state: State) -> dict[str, np.ndarray]:
     """Path to float32 history (L, H)."""
     flat = nnx.traversals.flatten_mapping(state["model_state"])

@@ -20,6 +20,7 @@ Shape letters: P stages · M microbatches · W = M/P columns of the queue · R r
 b = B/M · S length · D embed · L layers · J = L/(P R) layers of a stage in a round.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -156,7 +157,7 @@ def _advance_queue(
     # free moved to stage P - 1, and since then it moves by one stage every W ticks.
     read_tick = t - (P - 1)
     stage = P - 1 - (P - 1) // W
-    output_P = received_P if stage == 0 else _send(x_P, [(P - 1, stage)])
+    output_P = received_P if stage == 0 else x_P if stage == P - 1 else _send(x_P, [(P - 1, stage)])
     is_output_P = (stage_P == stage) & (read_tick >= 0)
     queue = _set_column(queue, _where(is_output_P, output_P, _column(queue, read_tick)), read_tick)
     return _constrain_stages(queue)
@@ -204,11 +205,14 @@ def _send(x_P: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     (`jnp.roll` would do for a rotation, but XLA turns one by more than one stage into three all-to-alls.)
     """
 
-    def send(x: jax.Array) -> jax.Array:
-        return jax.lax.ppermute(x, STAGE, pairs)
-
-    axis = jax.P(STAGE)
+    axis, send = jax.P(STAGE), functools.partial(_permute, pairs=pairs)
     return jax.shard_map(send, in_specs=axis, out_specs=axis, axis_names={STAGE})(x_P)
+
+
+def _permute(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """Sends arrays of a `jax.shard_map`; where every stage keeps its own, XLA would copy them."""
+    stays = pairs == _rotation(jax.lax.axis_size(STAGE), 0)
+    return x if stays else jax.lax.ppermute(x, STAGE, pairs)
 
 
 def _rotation(P: int, by: int) -> list[tuple[int, int]]:
@@ -319,7 +323,7 @@ def _exchange(blocks: jax.Array, routes: list[_Route]) -> jax.Array:
     for route in routes:
         block = jnp.take(blocks, jnp.asarray(route.source_block)[stage], axis=0)
         place = jnp.asarray(route.target_block)[stage]
-        received.append((place, jax.lax.ppermute(block, STAGE, route.pairs)))
+        received.append((place, _permute(block, route.pairs)))
     for place, block in received:
         result = jax.lax.dynamic_update_index_in_dim(result, block, place, 0)
     return result

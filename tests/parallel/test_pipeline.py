@@ -23,6 +23,7 @@ from tests.fixtures import (
     batches,
     make_mesh,
     one_device_step,
+    permutes_in_place,
     precision_config,
     with_full_histories,
 )
@@ -74,7 +75,9 @@ def test_a_step_equals_one_device_and_sends_activations_only(case):
     )
 
     sizes = dict(trainer.mesh.shape)
-    found = hlo.collectives(trainer.compile(batch(0, B, S)).as_text(), sizes)
+    text = trainer.compile(batch(0, B, S)).as_text()
+    found = hlo.collectives(text, sizes)
+    assert not permutes_in_place(text)
     over_stages = [one for one in found if "stage" in one.axes and one.bytes > 64]
     made = PipelineConfig(**schedule).schedule(sizes["stage"])
     rows = B // made.microbatches // sizes["data"] // sizes["fsdp"]
