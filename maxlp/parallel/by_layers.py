@@ -40,9 +40,7 @@ def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The split of an array (*layers, m, n) with at most one dim of layers; vectors are not split."""
-    if len(shape) < 2:
-        return PartitionSpec()
+    """The split of an array (*layers, m, n) with at most one dim of layers."""
     layers, last = _split(shape, mesh)
     return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
 
