@@ -159,6 +159,16 @@ CORE = [
     *_in(
         "core/gradients.py",
         "core/test_gradients.py",
+        (
+            "OVERWRITE_WITH_GRADIENT, Frozen, ...)\n    return",
+            "OVERWRITE_WITH_GRADIENT, nnx.Cache, ...)\n    return",
+            "::test_frozen_weights_are_not_copied_for_each_microbatch",
+        ),
+        (
+            "sharding.constrain_params(nnx.state(model, nnx.Param))",
+            "nnx.state(model, nnx.Param)",
+            "::test_gradients_get_the_shards_of_their_parameters_from_any_others",
+        ),
         # The mean of the microbatches' means.
         ('sums["loss"] / total, loss_scale', 'sums["loss"] / count(part), loss_scale'),
         ("lambda x: jnp.sum(x, axis=0), sums", "lambda x: jnp.mean(x, axis=0), sums"),
@@ -2495,6 +2505,16 @@ RUNTIME = [
             "for part, tree in abstract_state.items()}",
         ),
         ("partial_load = True", "partial_load = not exact"),
+        (
+            "return complete[-1]",
+            "return complete[0]",
+            "::test_a_check_of_the_shapes_takes_the_newest_complete_step",
+        ),
+        (
+            '{self._newest}", None',
+            '{self._newest}", self._newest',
+            "::test_a_save_that_cannot_begin_is_one_line_too",
+        ),
         (
             "    sys.unraisablehook = report_others",
             "    pass",

@@ -15,6 +15,8 @@ from maxlp.core import gradients
 from maxlp.core.train_state import abstract_model
 from maxlp.families.llama import task
 from maxlp.families.llama.task import NextTokenConfig
+from maxlp.nn.layers import Frozen, param
+from maxlp.parallel import sharding
 from maxlp.precision.delayed import OverwriteWithGradient
 from tests import fixtures
 
@@ -174,6 +176,51 @@ def test_gradients_of_bfloat16_parameters_are_accumulated_in_float32():
     parts = {"w": jnp.concatenate([jnp.ones(1), jnp.full(256, small)]).astype(jnp.bfloat16)}
     total, rest = gradients.accumulate(lambda part: (part, part["w"]), {"w": jnp.bfloat16(0)}, parts)
     assert total["w"] == 2.0 and total["w"].dtype == jnp.float32 and rest.shape == (257,)
+
+
+class WithFrozen(Linear):
+    """`Linear` beside a large weight that is not trained."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.frozen = Frozen(jnp.ones((1024, 1024)))
+
+    def __call__(self, x_BSD):
+        return super().__call__(x_BSD) + jnp.mean(self.frozen[...])
+
+
+def test_frozen_weights_are_not_copied_for_each_microbatch():
+    graphdef, params, rest = nnx.split(WithFrozen(nnx.Rngs(0)), nnx.Param, ...)
+    state = {"params": nnx.to_pure_dict(params), "model_state": nnx.to_pure_dict(rest), "step": 0}
+    compute = gradients.token_gradients(squares, num_tokens, microbatches=8)
+    compute = jax.jit(functools.partial(compute, graphdef))
+    memory = compute.lower(state, linear_batch(), None).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < rest["frozen"].nbytes
+
+
+# --- sharding -------------------------------------------------------------------------------------------
+
+
+class Matrix(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = param(jnp.ones((8, 8)), ("embed", "mlp"))
+
+
+def test_gradients_get_the_shards_of_their_parameters_from_any_others():
+    graphdef, params, _ = nnx.split(Matrix(nnx.Rngs(0)), nnx.Param, ...)
+    g = jnp.arange(64.0).reshape(8, 8)
+
+    def by_columns(graphdef, state, batch, loss_scale):
+        return {"w": jax.lax.with_sharding_constraint(g, jax.P(None, "fsdp"))}, {}, {}
+
+    mesh = fixtures.make_mesh(fsdp=4, tensor=2)
+    wanted = sharding.param_shardings(params, mesh)["w"]
+    state = {"params": nnx.to_pure_dict(params), "model_state": {}}
+    with jax.set_mesh(mesh):
+        compute = jax.jit(functools.partial(gradients.shard_like_params(by_columns), graphdef))
+        grads, _, _ = compute(state, {}, None)
+    assert grads["w"].sharding.is_equivalent_to(wanted, 2)
+    np.testing.assert_array_equal(grads["w"], g)
 
 
 # --- a Llama --------------------------------------------------------------------------------------------

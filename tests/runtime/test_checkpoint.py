@@ -403,12 +403,15 @@ def test_a_save_that_cannot_begin_is_one_line_too(tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError("RESOURCE_EXHAUSTED: No space left on device\n\n  [source locations='a.cc:1']")
 
-    monkeypatch.setattr(v1, "save_checkpointables_async", fails)
-    checkpointer = Checkpointer(tmp_path, every_steps=1)
-    with pytest.raises(
-        NotWrittenError, match=r"/1 was not written: .* on device; the same command resumes"
-    ):
-        checkpointer.save(1, small_state(), {})
+    with Checkpointer(tmp_path, every_steps=1) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(v1, "save_checkpointables_async", fails)
+            with pytest.raises(
+                NotWrittenError, match=r"/1 was not written: .* on device; the same command resumes"
+            ):
+                checkpointer.save(1, small_state(), {})
+        checkpointer.save(1, small_state(), {})  # not taken for a step that is saved already
+    assert verification.list_numbered(tmp_path) == [1]
 
 
 def test_writes_that_end_after_a_save_has_failed_print_nothing(monkeypatch):
@@ -563,6 +566,19 @@ def test_an_optional_entry_may_be_only_in_the_checkpoint_or_only_in_the_config(t
             assert_same_bits(found, {k: x for k, x in small_state(20).items() if k in state})
         with pytest.raises(CheckpointError, match=r"guard/seen is absent in the checkpoint"):
             checkpointer.restore_latest(more, more)
+
+
+def test_a_check_of_the_shapes_takes_the_newest_complete_step(two_steps, tmp_path):
+    """As loading does, although the steps may differ."""
+    directory = shutil.copytree(two_steps, tmp_path / "run")
+    other = {"params": {"w": jnp.zeros(3)}}
+    with Checkpointer(directory, every_steps=10, keep_last=3) as checkpointer:
+        checkpointer.save(30, other, {})
+    (directory / "40").mkdir()  # without a manifest
+    checkpoint.check_fits(directory, abstract(other))
+    checkpoint.check_fits(directory / "20", abstract(small_state()))
+    with pytest.raises(CheckpointError, match=r"/30 does not fit this config: "):
+        checkpoint.check_fits(directory, abstract(small_state()))
 
 
 class BlocksOf02(NamedTuple):
