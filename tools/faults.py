@@ -1306,7 +1306,26 @@ PARALLEL = [
         "parallel/test_pipeline.py",
         ("jax.tree.map(jnp.maximum, *gradients)", "jax.tree.map(jnp.add, *gradients)"),
         ("x_P = _constrain_stages(_where(busy_P, x_P, 0))", "x_P = _constrain_stages(x_P)"),
-        ("jnp.where(expand(first[None]), new, jnp.maximum(old, new))", "new"),
+        (
+            "jnp.where(expand(first[None]), new, jnp.maximum(old, new))",
+            "new",
+            "::test_idle_stages_do_not_change_the_state",
+        ),
+        (
+            "jnp.where(expand(first[None]), new, jnp.maximum(old, new))",
+            "jnp.maximum(old, new)",
+            "::test_idle_stages_do_not_change_the_state",
+        ),
+        (
+            "[route.reversed() for route in _routes(P, R)]",
+            "_routes(P, R)",
+            "::test_idle_stages_do_not_change_the_state",
+        ),
+        (
+            " & (round_P[None] == jnp.arange(R)[:, None])",
+            "",
+            "::test_idle_stages_do_not_change_the_state",
+        ),
         ("item_P = t - stage_P", "item_P = t + stage_P"),
         ("read_tick = t - (P - 1)", "read_tick = t - P"),
         ("(q + q // math.lcm(P, R)) % R", "q % R"),

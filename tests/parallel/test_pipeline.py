@@ -205,36 +205,42 @@ def test_delayed_scaling_of_a_bfloat16_llama_equals_that_of_microbatches_to_the_
 
 
 class Recorder(stack.Block):
-    """Its state is largest for zeros, which only idle stages compute on."""
+    """Its state is largest for zeros, which only idle stages compute on, and at first larger still."""
 
     def __init__(self, rngs):
         self.shift = layers.param(jnp.ones(()), ())
-        self.largest = nnx.Variable(jnp.zeros((1,)), out_sharding=(None,), eager_sharding=False)
+        self.largest = nnx.Variable(jnp.full((1,), 9.0), out_sharding=(None,), eager_sharding=False)
 
     def __call__(self, x_BSD):
         self.largest[...] = jnp.max(1 / (1 + x_BSD))[None]
         return x_BSD + self.shift[...]
 
 
-def test_idle_stages_do_not_change_the_state():
+@pytest.mark.parametrize(("stages", "microbatches", "rounds"), [(4, 4, 1), (4, 8, 2)])
+def test_idle_stages_do_not_change_the_state(stages, microbatches, rounds):
+    """That of a layer is the maximum over the microbatches, of which nothing older is part."""
+    num_layers = stages * rounds
+
     @jax.jit
     def run(x_BSD):
-        blocks = stack.stack(Recorder, 4, nnx.Rngs(0))
+        blocks = stack.stack(Recorder, num_layers, nnx.Rngs(0))
         y_BSD, _ = stack.apply_stack(
             blocks,
             x_BSD,
             lambda block, x_BSD, *_: (block(x_BSD), None),
-            num_layers=4,
+            num_layers=num_layers,
             scan=True,
             remat="none",
+            pipeline=PipelineConfig(microbatches=microbatches, rounds=rounds),
         )
         return y_BSD, blocks.largest[...]
 
-    x_BSD = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1, 1)
-    with jax.set_mesh(make_mesh(stage=4)):
+    x_BSD = np.float32([7, 8, 1, 2, 3, 4, 5, 6]).reshape(8, 1, 1)  # the third microbatch has the 1
+    with jax.set_mesh(make_mesh(stage=stages)):
         y_BSD, largest = run(x_BSD)
-    np.testing.assert_array_equal(y_BSD, x_BSD + 4)
-    np.testing.assert_allclose(largest[:, 0], 1 / np.arange(2.0, 6.0), rtol=1e-6)  # a quotient in float32
+    np.testing.assert_array_equal(y_BSD, x_BSD + num_layers)
+    expected = 1 / np.arange(2.0, num_layers + 2)
+    np.testing.assert_allclose(largest[:, 0], expected, rtol=1e-6)  # a quotient in float32
 
 
 class Steep(stack.Block):
