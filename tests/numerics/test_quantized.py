@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlp.numerics import formats
-from maxlp.numerics.quantized import dequantize, pad_to_blocks, quantize, rotate
+from maxlp.numerics.quantized import dequantize, pad_to_blocks, quantize, rotate, trusted
 
 
 def bits(x):
@@ -130,6 +130,24 @@ def test_rotation_keeps_products_and_spreads_outliers():
     )
     largest, of_rotated = np.abs(a[:, :16]).max(), np.abs(rotated[0][:, :16]).max()
     assert of_rotated < 0.3 * largest, "an outlier becomes 16 values of a quarter of its size"
+
+
+def test_random_signs_keep_equal_values_from_becoming_an_outlier():
+    ones = jnp.ones((2, 16))
+    assert jnp.abs(rotate(ones, 1, random_signs=False)).max() == 4
+    assert jnp.abs(rotate(ones, 1)).max() < 3
+
+
+@pytest.mark.parametrize("name", ["int8", "midrise4"])
+def test_what_is_clipped_by_more_than_half_a_step_gets_no_gradient(name):
+    to = formats.get(name)
+    x = jnp.arange(-to.max - 4, to.max + 4, 1 / 8, dtype=jnp.float32)
+    q = quantize(x, to, "tensor", (0,), delayed_amax=jnp.float32(to.max))
+    off = np.abs(dequantize(q, jnp.float32) - x)
+    half_step = off[np.abs(x) <= to.max].max()  # of a value between two neighbours
+    gradient = jax.grad(lambda x: jnp.sum(trusted(x, q, to)))(x)
+    np.testing.assert_array_equal(gradient, off <= half_step)
+    assert 0 < gradient.mean() < 1
 
 
 def test_stochastic_rounding_is_right_on_average_and_depends_on_the_data_alone():
