@@ -50,3 +50,28 @@ def test_a_state_with_an_order_of_an_earlier_version_goes_on_with_a_warning(capl
     assert "some come twice and some never" in caplog.text
     assert not common.check_settings(settings, settings, allow_change=False)
     assert len(caplog.records) == 1
+
+
+def test_an_iterator_opens_its_source_once_and_closes_it():
+    class Source:
+        started = closed = 0
+
+        def start_prefetch(self):
+            self.started += 1
+
+        def close(self):
+            self.closed += 1
+
+    opened = []
+
+    class Batches(common.PrefetchingIterator):
+        def _open(self):
+            opened.append(Source())
+            return opened[-1]
+
+    iterator = Batches()
+    iterator.close()  # nothing is open
+    assert iterator.start_prefetch() is iterator.start_prefetch() is opened[0]
+    iterator.close()
+    iterator.start_prefetch()
+    assert [(source.started, source.closed) for source in opened] == [(1, 1), (1, 0)]

@@ -9,6 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxlp.numerics import formats
+from maxlp.numerics.quantized import quantize
+from maxlp.planning import hlo
 from maxlp.precision import RECIPES, integers, make_recipe
 from tests.precision.fixtures import Layer
 
@@ -85,3 +88,13 @@ def test_sums_of_integers_in_parts_equal_whole_ones(kind, layout, monkeypatch):
         np.testing.assert_array_equal(found[key], whole[key])
     if kind == AxisType.Explicit:
         assert (specs["dx"], specs["dkernel"]) == LAYOUTS[layout]
+
+
+@pytest.mark.parametrize(("length", "gathered"), [(128, False), (64, True)])
+def test_only_blocks_that_lie_on_two_devices_are_gathered(length, gathered):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((2, length), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp")))
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda x: quantize(x, formats.get("float8_e4m3fn"), "block", (1,), block_size=32).codes)
+        found = hlo.collectives(run.lower(x).compile().as_text(), dict(mesh.shape))
+    assert bool(found) == gathered
