@@ -10,6 +10,8 @@ from flax import nnx
 
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.presets import llama
+from maxlp.optim.muon import MUON
+from maxlp.optim.soap import SOAP
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
 from maxlp.planning.cost_model import (
@@ -100,6 +102,16 @@ def test_errors_of_an_exchange_are_those_of_the_step():
     assert held["optimizer"] == state.bytes_on(mesh, "opt_state")
 
 
+def test_histories_of_scales_are_held_with_the_optimizer():
+    recipe = {"recipe": "fp8_delayed", "first_blocks": 0, "last_blocks": 0}
+    changes = {"data.batch_size": 8} | {f"precision.{key}": value for key, value in recipe.items()}
+    s = peaks.settings_of(llama(vocab_size=256, **SIZES), changes)
+    real, mesh = bytes_of_step(s, fsdp=8), sharding.abstract_mesh({"fsdp": 8})
+    held = held_state(s, mesh, state_shapes(s, s.machine(8, "cpu")))
+    assert real["model_state"] > 0
+    assert held == {"parameters": real["params"], "optimizer": real["opt_state"] + real["model_state"]}
+
+
 def test_what_replicas_have_for_themselves_is_that_of_the_step():
     local = {"train.local.steps": 8, "train.total_steps": 80, "precision.exchange": "int8"}
     s = peaks.settings_of(llama(vocab_size=256, **SIZES), {"data.batch_size": 8, "mesh.data": 2} | local)
@@ -118,6 +130,23 @@ def test_a_ledger_omits_collectives_that_have_nothing_to_do():
     ledger.add("all-reduce", ("data", "fsdp", "tensor"), 100, 3)
     (one,) = ledger.collectives
     assert (one.axes, one.participants, one.times) == (("fsdp", "tensor"), 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layers", "axes", "moved"),
+    [
+        (SOAP, 32, dict(fsdp=8, tensor=2), {"fsdp": (900, 3), "tensor": (900, 3)}),
+        (SOAP, 36, dict(fsdp=8, tensor=2), {"tensor": (900, 3)}),
+        (SOAP, 36, dict(stage=2, fsdp=2, tensor=18), {"fsdp": (900, 3)}),  # 18 of each stage
+        (MUON, 36, dict(fsdp=8), {"fsdp": (1000, 2)}),  # with four layers of zeros
+        (MUON, 36, dict(stage=2, fsdp=8), {}),  # stages split the layers as they are
+    ],
+)
+def test_matrices_move_over_the_axes_that_divide_their_layers(optimizer, layers, axes, moved):
+    ledger = Ledger(dict.fromkeys(sharding.MESH_AXES, 1) | axes)
+    ledger.add_moves(optimizer, layers, 900.0)
+    assert {one.kind for one in ledger.collectives} <= {"all-to-all"}
+    assert {axis: (one.bytes, one.times) for one in ledger.collectives for axis in one.axes} == moved
 
 
 def test_matmuls_run_at_the_rate_of_what_they_multiply():

@@ -138,6 +138,15 @@ def test_the_dimensions_of_a_torus_do_not_depend_on_what_its_axes_are_called():
         assert topologies.axis_bandwidth(v5p, mesh, (inner,)) == pytest.approx(200e9), mesh
 
 
+def test_axes_share_the_dimensions_of_a_torus():
+    """16 chips in a row close to a ring; four do not, and have half of the links."""
+    v5e, mesh = topologies.parse("v5e:16x4"), {"data": 1, "fsdp": 16, "tensor": 4}
+    for axes, links in ((("fsdp",), 100e9), (("tensor",), 50e9), (("fsdp", "tensor"), 150e9)):
+        assert topologies.axis_bandwidth(v5e, mesh, axes) == pytest.approx(links), axes
+    one_chip = topologies.parse("v7x:1x1x1")  # of two devices
+    assert topologies.axis_bandwidth(one_chip, {"fsdp": 2}, ("fsdp",)) == 300e9
+
+
 def test_what_no_ring_sends_between_hosts_is_sent_by_each_gpu():
     """A ring leaves a host once for its eight devices; here each has an adapter for its own bytes."""
     h100, mesh = topologies.parse("h100:2x8"), {"data": 1, "fsdp": 16, "tensor": 1}

@@ -94,7 +94,8 @@ def test_sums_of_integers_in_parts_equal_whole_ones(kind, layout, monkeypatch):
 def test_only_blocks_that_lie_on_two_devices_are_gathered(length, gathered):
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Explicit,))
     x = jax.ShapeDtypeStruct((2, length), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp")))
+    to = formats.get("float8_e4m3fn")
     with jax.set_mesh(mesh):
-        run = jax.jit(lambda x: quantize(x, formats.get("float8_e4m3fn"), "block", (1,), block_size=32).codes)
+        run = jax.jit(lambda x: quantize(x, to, "block", (1,), block_size=32).codes)
         found = hlo.collectives(run.lower(x).compile().as_text(), dict(mesh.shape))
     assert bool(found) == gathered
