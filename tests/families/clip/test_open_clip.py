@@ -55,6 +55,13 @@ def test_images_are_resized_as_in_open_clip(preprocess, expected):
         config_from_open_clip(file | dict(preprocess_cfg=dict(resize_mode="longest")))
 
 
+@pytest.mark.parametrize(("pool", "eos_id"), [("argmax", None), ("eos", 5), ("last", None)])
+def test_texts_are_pooled_as_in_open_clip(pool, eos_id):
+    config = goldens.load("clip_open_clip").config
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, pool=pool, eos_id=eos_id))
+    assert config_from_open_clip(config_to_open_clip(config))["text"] == config.text
+
+
 def read(tower="vision_cfg", top=None, **changes):
     model_cfg = dict(embed_dim=16, vision_cfg={}, text_cfg={}, **(top or {}))
     model_cfg[tower] = changes
