@@ -177,10 +177,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
     if not ends:
         raise data_ended(n, s.train.total_steps, intact.error)
     if not last:
-        print_primary(f"stopped and saved at step {n}; the same command resumes the run")
-        if stop:
-            run_dir.record_end(workdir, preempted.signal_name)
-        return preempted.exit_code if stop else None
+        return stopped(workdir, n, preempted if stop else None)
     return finish(workdir)
 
 
@@ -358,6 +355,15 @@ def data_ended(step: int, total_steps: int, error: str) -> ValueError:
         f"the data ended at step {step} of config.train.total_steps={total_steps}; that step is saved; "
         "raise config.data.num_epochs and add --allow_change, or lower config.train.total_steps"
     )
+
+
+def stopped(workdir: Path, step: int, preempted: preemption.PreemptionGuard | None) -> int | None:
+    """Reports a run that was stopped before its last step; returns as `train`."""
+    print_primary(f"stopped and saved at step {step}; the same command resumes the run")
+    if preempted is None:
+        return None
+    run_dir.record_end(workdir, preempted.signal_name)
+    return preempted.exit_code
 
 
 def finish(workdir: Path) -> int:

@@ -3119,8 +3119,8 @@ COMMANDS = [
             "test_train.py::test_the_end_of_the_data_is_reported_and_saved",
         ),
         (
-            "        return preempted.exit_code if stop else None\n",
-            "        return 0\n",
+            "    return preempted.exit_code\n",
+            "    return 0\n",
             "test_train.py::test_sigterm_saves_and_exits_with_75_and_the_run_resumes_to_the_bit",
         ),
         (
@@ -3138,6 +3138,7 @@ COMMANDS = [
             "::test_nothing_is_generated_after_the_end_of_a_row",
         ),
         ("(lengths_B + i - 1)[:, None], cache=cache", "(lengths_B + i)[:, None], cache=cache"),
+        ("init_cache(B, S + max_new_tokens)", "init_cache(B, S)"),
         ("jax.random.fold_in(jax.random.key(seed), row)", "jax.random.key(seed)"),
         ("jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)", "keys_B"),
         ("jnp.cumsum(probability_V) - probability_V", "jnp.cumsum(probability_V)"),

@@ -13,7 +13,7 @@ from maxlp.nn.decoding import Sampling, generate, padded_length, sample
 from tests.fixtures import LLAMA, make_llama, precision_config
 
 V = LLAMA["vocab_size"]
-PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40], [8, 8, 1]]
+PROMPTS = [[1], [5, 9, 2, 7, 7, 3, 1, 40] * 4, [8, 8, 1]]  # the second one has the padded length
 NEW = 12
 greedy = functools.partial(generate, max_new_tokens=NEW, sampling=Sampling(0.0))
 
