@@ -2077,10 +2077,6 @@ DATA = [
         "data/readers/access.py",
         "data/readers/test_access.py",
         ("range(int(bounds[1]), int(bounds[2]) + 1)", "range(int(bounds[1]), int(bounds[2]))"),
-    ),
-    *_in(
-        "data/readers/__init__.py",
-        "data/readers/test_jsonl.py",
         (
             "bisect.bisect_right(ends, row)",
             "bisect.bisect_left(ends, row)",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import locate
+from maxlp.data.readers.access import locate
 
 
 class Interleaved:

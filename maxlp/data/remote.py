@@ -18,8 +18,8 @@ from urllib.parse import unquote
 
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, find_files, of_kind
-from maxlp.data.readers.access import expand_braces, open_file
+from maxlp.data.readers import COMPRESSED
+from maxlp.data.readers.access import expand_braces, find_files, of_kind, open_file
 from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 from maxlp.runtime.files import is_url
@@ -42,7 +42,7 @@ def find(pattern: str, suffix: str) -> tuple[str, list[str]]:
     """Finds the files that a URL names: a file, a folder, wildcards, `{00..07}` or `{a,b}`.
 
     Args:
-      suffix: of the files that count in a folder, see `readers.find_files`.
+      suffix: of the files that count in a folder, see `access.find_files`.
 
     Returns:
       The folder to which names are relative, and the URLs in order.

@@ -4,91 +4,19 @@ Each module defines the function that opens a source, listed in `maxlp.data.sour
 has the helpers that several readers share.
 """
 
-import bisect
-import glob
-import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from absl import logging
 
 from maxlp.runtime.files import is_url
 
 COMPRESSED = (".gz", ".tgz", ".zst")
 TOKEN_DTYPES = ("uint16", "uint32", "int32")
-NOT_READ = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".rar")  # bytes would pass for text
 
 
 class BrokenExample(ValueError):
     """A single record cannot be used: it is damaged, truncated, not an image or too large."""
-
-
-def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
-    """Finds the files of a folder, a glob or a single path, or of a URL that names one of these.
-
-    Args:
-      pattern: may have braces, as in `{00..07}` or `{a,b}`. A folder is searched with all its subfolders;
-        hidden files are left out.
-      suffix: of the files that count in a folder; if none has it, compressed files with it count.
-
-    Returns:
-      The folder to which names are relative, and the paths: sorted, but in the order of braces.
-
-    Raises:
-      ValueError: nothing is found.
-    """
-    if is_url(pattern):
-        from maxlp.data import remote
-
-        return remote.find(pattern, suffix)
-    pattern = os.path.expanduser(pattern)
-    parts = pattern.split(os.sep)[:-1]
-    plain = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, parts)
-    root = os.sep.join(plain) or (os.sep if pattern.startswith(os.sep) else os.curdir)
-    if "{" not in pattern or os.path.exists(pattern):
-        return (pattern if os.path.isdir(pattern) else root), _find(pattern, suffix)
-    from maxlp.data.readers.access import expand_braces
-
-    return root, [path for each in expand_braces(pattern) for path in _find(each, suffix)]
-
-
-def _find(pattern: str, suffix: str) -> list[str]:
-    """The sorted paths of a folder, a glob or a single path."""
-    if os.path.isdir(pattern):
-        paths = of_kind(walk(pattern), suffix)
-        missing = f"no {suffix or 'readable'} file in the folder"
-    else:
-        found = {pattern} if os.path.isfile(pattern) else _glob(pattern)
-        # A link whose target is missing is found, too, so that the error names it.
-        paths = [path for path in found if os.path.isfile(path) or not os.path.exists(path)]
-        missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
-    if not paths:
-        raise ValueError(f"{missing} {pattern}; check the path")
-    if other := next((path for path in paths if path.endswith(NOT_READ)), None):
-        raise ValueError(f"{other} cannot be read; decompress it, or compress it with gzip or zstd")
-    return sorted(paths)
-
-
-def _glob(pattern: str) -> set[str]:
-    patterns = [pattern]
-    if "**" in pattern:
-        from maxlp.data.readers.access import expand_folders
-
-        patterns = expand_folders(pattern)
-    return {path for each in patterns for path in glob.glob(each)}
-
-
-def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
-    """Those of the paths that have the suffix; if none has, the compressed files of this kind."""
-    paths = list(paths)
-    compressed = tuple(suffix + each for each in COMPRESSED)
-    plain = [path for path in paths if path.endswith(suffix)]
-    others = [path for path in paths if path.endswith(compressed)] if suffix else []
-    if plain and others:
-        message = "only the uncompressed files are read: %d compressed ones are left out, such as %s"
-        logging.warning(message, len(others), min(others))
-    return plain or others
 
 
 def walk(root: str, skip: Sequence[str] = ()) -> Iterator[str]:
@@ -131,12 +59,6 @@ def read_if_there(path: str) -> bytes | None:
         return None
     with open(path, "rb") as file:
         return file.read()
-
-
-def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
-    """The part that holds `row`, and the row within that part; `ends` are running totals of sizes."""
-    part = bisect.bisect_right(ends, row)
-    return part, row - (ends[part - 1] if part else 0)
 
 
 def as_text(value: object, key: str) -> str | bytes:

@@ -1,13 +1,77 @@
-"""Access to files wherever they are: on disk, at a URL, compressed."""
+"""Finding and reading files wherever they are: on disk, at a URL, compressed."""
 
+import bisect
 import glob
+import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
-from maxlp.data.readers import COMPRESSED, walk_folders
+from absl import logging
+
+from maxlp.data.readers import COMPRESSED, walk, walk_folders
 from maxlp.runtime.files import is_url
+
+NOT_READ = (".bz2", ".xz", ".lz4", ".zip", ".7z", ".rar")  # bytes would pass for text
+
+
+def find_files(pattern: str, suffix: str = "") -> tuple[str, list[str]]:
+    """Finds the files of a folder, a glob or a single path, or of a URL that names one of these.
+
+    Args:
+      pattern: may have braces, as in `{00..07}` or `{a,b}`. A folder is searched with all its subfolders;
+        hidden files are left out.
+      suffix: of the files that count in a folder; if none has it, compressed files with it count.
+
+    Returns:
+      The folder to which names are relative, and the paths: sorted, but in the order of braces.
+
+    Raises:
+      ValueError: nothing is found.
+    """
+    if is_url(pattern):
+        from maxlp.data import remote
+
+        return remote.find(pattern, suffix)
+    pattern = os.path.expanduser(pattern)
+    parts = pattern.split(os.sep)[:-1]
+    plain = itertools.takewhile(lambda part: not glob.has_magic(part) and "{" not in part, parts)
+    root = os.sep.join(plain) or (os.sep if pattern.startswith(os.sep) else os.curdir)
+    if "{" not in pattern or os.path.exists(pattern):
+        return (pattern if os.path.isdir(pattern) else root), _find(pattern, suffix)
+    return root, [path for each in expand_braces(pattern) for path in _find(each, suffix)]
+
+
+def _find(pattern: str, suffix: str) -> list[str]:
+    """The sorted paths of a folder, a glob or a single path."""
+    if os.path.isdir(pattern):
+        paths = of_kind(walk(pattern), suffix)
+        missing = f"no {suffix or 'readable'} file in the folder"
+    else:
+        found = {pattern}
+        if not os.path.isfile(pattern):
+            found = {path for each in expand_folders(pattern) for path in glob.glob(each)}
+        # A link whose target is missing is found, too, so that the error names it.
+        paths = [path for path in found if os.path.isfile(path) or not os.path.exists(path)]
+        missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
+    if not paths:
+        raise ValueError(f"{missing} {pattern}; check the path")
+    if other := next((path for path in paths if path.endswith(NOT_READ)), None):
+        raise ValueError(f"{other} cannot be read; decompress it, or compress it with gzip or zstd")
+    return sorted(paths)
+
+
+def of_kind(paths: Iterable[str], suffix: str) -> list[str]:
+    """Those of the paths that have the suffix; if none has, the compressed files of this kind."""
+    paths = list(paths)
+    compressed = tuple(suffix + each for each in COMPRESSED)
+    plain = [path for path in paths if path.endswith(suffix)]
+    others = [path for path in paths if path.endswith(compressed)] if suffix else []
+    if plain and others:
+        message = "only the uncompressed files are read: %d compressed ones are left out, such as %s"
+        logging.warning(message, len(others), min(others))
+    return plain or others
 
 
 def open_file(path: str) -> BinaryIO:
@@ -41,6 +105,12 @@ def uncompressed(paths: Sequence[str]) -> list[str]:
 
         return local_cache.uncompressed(paths)
     return list(paths)
+
+
+def locate(ends: Sequence[int], row: int) -> tuple[int, int]:
+    """The part that holds `row`, and the row within that part; `ends` are running totals of sizes."""
+    part = bisect.bisect_right(ends, row)
+    return part, row - (ends[part - 1] if part else 0)
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, locate, read_if_there
+from maxlp.data.readers import BrokenExample, read_if_there
+from maxlp.data.readers.access import locate
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url

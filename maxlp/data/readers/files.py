@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from maxlp.data.readers import find_files, read_whole, walk
+from maxlp.data.readers import read_whole, walk
 from maxlp.data.sources import SINGLE_DOCUMENT, VALIDATION, Source, Spec
 
 NOT_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
@@ -43,6 +43,8 @@ def open_stdlib(spec: Spec, *, validation: float = VALIDATION) -> Source:
 
 def open_files(spec: Spec, *, validation: float = VALIDATION) -> Source:
     """Opens the files of a folder, a glob or a path; a ValueError for the validation split of one file."""
+    from maxlp.data.readers.access import find_files  # not for the standard library
+
     root, paths = find_files(spec.path)
     names = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     if len(names) == 1 and spec.split == "validation":

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, as_text, find_files, locate, missing, not_utf8
-from maxlp.data.readers.access import open_file, read_range, uncompressed
+from maxlp.data.readers import BrokenExample, as_text, missing, not_utf8
+from maxlp.data.readers.access import find_files, locate, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url

@@ -9,7 +9,8 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
-from maxlp.data.readers import find_files, locate, missing
+from maxlp.data.readers import missing
+from maxlp.data.readers.access import find_files, locate
 from maxlp.data.readers.jsonl import content_of
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import import_extra, one_line

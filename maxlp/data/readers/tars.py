@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8, find_files, locate
-from maxlp.data.readers.access import open_file, read_range, uncompressed
+from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8
+from maxlp.data.readers.access import find_files, locate, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url

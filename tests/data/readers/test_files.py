@@ -5,7 +5,8 @@ import zlib
 
 import pytest
 
-from maxlp.data.readers import find_files, walk
+from maxlp.data.readers import walk
+from maxlp.data.readers.access import find_files
 from maxlp.data.readers.files import choose_files
 from maxlp.data.sources import make_source
 from tests.data.corpora import error_of, texts_of
