@@ -41,10 +41,10 @@ from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.watch import Watch
 from maxlp.optim import eval_params
 from maxlp.parallel.batches import one_pass
-from maxlp.run import changes, cli, run_dir
+from maxlp.run import cli, run_dir
 from maxlp.run.experiment import Experiment, describe, make_data, resolve
 from maxlp.run.intact_batches import IntactBatches
-from maxlp.run.launch import check_launch
+from maxlp.run.launch import check_launch, repeats_the_last_launch
 from maxlp.run.settings import Settings
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import cpu, distributed, files, hardware, preemption, verification
@@ -193,7 +193,11 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
         from maxlp.run import processes  # a single process needs none
 
         processes.check(c, flags.FLAGS.workdir)
-    changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
+    changed: dict[str, str] = {}
+    if workdir.exists():
+        from maxlp.run import changes  # new runs do not need it
+
+        changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
     for line in changed.values():
         print_primary(f"changed since the last launch: {line}")
     if s.train.init_from or s.data.tokenizer.startswith("hf:"):
@@ -220,7 +224,7 @@ def open_data(run: Experiment, graphdef: nnx.GraphDef, workdir: Path) -> tuple[A
     batches = iter(training)
     merge_states(distributed.gather_json(batches.get_state()))  # fails unless all processes have the same
     # Other data is refused before anything compiles. `batches` stays at the beginning for a rollback to it.
-    state = changes.saved_data_state(workdir)
+    state = run_dir.saved_data_state(workdir)
     if state and not flags.FLAGS.allow_change:
         iter(training).set_state(state)
     print_primary(
@@ -282,7 +286,7 @@ def restore_or_init(
 ) -> tuple[State, int, dict[str, Any]]:
     """The newest intact checkpoint, or a fresh state: state, number of finished steps, `Recorder.meta`."""
     if (restored := checkpoints.restore_latest(abstract, CORE)) is None:
-        if not changes.repeats_the_last_launch(workdir, changed):
+        if not repeats_the_last_launch(workdir, changed):
             rollback.set_spikes_aside(workdir)
         return run.initial_state(abstract, workdir), 0, {}
     if run.settings.precision.high_precision_from:

@@ -2401,12 +2401,16 @@ RUN = [
         "run/test_changes.py",
         ("if old.get(k) != new.get(k)", "if k in old and old[k] != new.get(k)"),
         ("is_in(FIXED, key) and not is_in(free, key)", "is_in(FIXED, key)"),
-        ("for info in reversed(infos)", "for info in infos"),
-        ("if not changes or saved_data_state(workdir) is None:", "if not changes:"),
+        ("if not changes or run_dir.saved_data_state(workdir) is None:", "if not changes:"),
         (
             'FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu"',
             'FORMATS = ("optimizer.low_bit.mu"',
         ),
+    ),
+    *_in(
+        "run/run_dir.py",
+        "run/test_changes.py",
+        ("for info in reversed(infos)", "for info in infos"),
     ),
     *_in(
         "run/replay.py",

@@ -9,7 +9,7 @@ compared with the last checkpoint's record by the data pipelines (`data.common.c
 
 import json
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ from maxlp import families
 from maxlp.optim import OPTIMIZERS
 from maxlp.run import run_dir
 from maxlp.run.config import ConfigError
-from maxlp.runtime import checkpoint
 from maxlp.runtime.distributed import print_primary
-from maxlp.runtime.files import read_json
 
 # Sections and keys that decide what the model computes or what it learns from …
 FIXED = ("model", "data", "loss", "train.seed", "train.lora")
@@ -34,8 +32,6 @@ FREE = (
 # Keys that decide how saved numbers are decoded. Some formats share a dtype, and some block sizes give the
 # same number of scales, so a checkpoint written with one would load silently as the other.
 FORMATS = ("optimizer.low_bit.mu", "optimizer.low_bit.nu", "optimizer.low_bit.block_size")
-# Sections that do not affect training.
-OBSERVING = ("spikes", "checkpoint", "metrics", "profile")
 
 
 def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str, str]:
@@ -51,14 +47,14 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
       ConfigError: a run that has a checkpoint would have another model or other data, or misread it.
     """
     if not (path := workdir / "config.json").exists():
-        if saved_data_state(workdir) is not None:
+        if run_dir.saved_data_state(workdir) is not None:
             print_primary(f"{path} is missing: what this launch changes in the run's config is not known")
         return {}
     from maxlp.run import earlier_versions  # new runs do not need it
 
     old, new = run_dir.load_config(workdir).to_dict(), json.loads(c.to_json_best_effort())
     changes = differences(old, earlier_versions.upgraded(new))
-    if not changes or saved_data_state(workdir) is None:
+    if not changes or run_dir.saved_data_state(workdir) is None:
         return changes
     if "model.name" in changes and not allow:
         raise ConfigError(
@@ -81,15 +77,6 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     return changes
 
 
-def repeats_the_last_launch(workdir: Path, changed: Iterable[str]) -> bool:
-    """Whether a launch without a checkpoint repeats an earlier one; otherwise it begins another run.
-
-    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
-    except for sections that do not affect training.
-    """
-    return (workdir / "run.json").exists() and all(is_in(OBSERVING, key) for key in changed)
-
-
 def is_fixed(key: str, *configs: Mapping[str, Any]) -> bool:
     """Whether a key of these configs decides what the model computes or what it learns from."""
     free = (*FREE, *(name for family in families_of(*configs) for name in family.free_keys))
@@ -100,21 +87,6 @@ def families_of(*configs: Mapping[str, Any]) -> list[families.Family]:
     """The families that these configs name, without those that are unknown."""
     names = [flat(config).get("model.name") for config in configs]
     return [families.get(name) for name in families.FAMILIES if name in names]
-
-
-def saved_data_state(workdir: Path) -> dict[str, Any] | None:
-    """The state of the data in the newest checkpoint of a run.
-
-    Returns:
-      None before the first checkpoint, {} if no checkpoint has a readable record.
-    """
-    infos = [i for i in checkpoint.list_steps(workdir / "checkpoints") if i.status != "unfinished"]
-    for info in reversed(infos):
-        try:
-            return read_json(info.path / "checkpoint.json", {}, fields={"data_state": dict})["data_state"]
-        except (ValueError, KeyError):  # damaged: reported when the run is restored
-            continue
-    return {} if infos else None
 
 
 def is_in(names: tuple[str, ...], key: str) -> bool:

@@ -1,12 +1,13 @@
-"""Checks at the launch of a run, before anything is allocated or compiled."""
+"""Checks at the launch of a run: what would fail later, and whether it repeats an earlier launch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from maxlp.core.train_state import State
 from maxlp.run import run_dir
 from maxlp.run.config import errors_of
 from maxlp.run.experiment import Experiment
+from maxlp.run.settings import OBSERVING
 from maxlp.runtime import checkpoint
 
 
@@ -38,3 +39,12 @@ def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mappi
 
             check_installed(project)
     return resumes
+
+
+def repeats_the_last_launch(workdir: Path, changed: Iterable[str]) -> bool:
+    """Whether a launch without a checkpoint repeats an earlier one; otherwise it begins another run.
+
+    A run that was killed before its first checkpoint, or rolled back to its beginning, has the same config,
+    except for sections that do not affect training.
+    """
+    return (workdir / "run.json").exists() and all(key.partition(".")[0] in OBSERVING for key in changed)

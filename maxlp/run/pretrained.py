@@ -312,7 +312,7 @@ def configure(
 
 def _recorded(workdir: Path) -> ConfigDict | None:
     """The config of the run in the workdir, if it started from weights and has a checkpoint."""
-    if changes.saved_data_state(workdir) is None:
+    if run_dir.saved_data_state(workdir) is None:
         return None
     c = run_dir.load_config(workdir)
     return c if c.get("train", {}).get("init_from") else None
@@ -372,7 +372,7 @@ def agree_on_commits(workdir: Path, *specs: str) -> None:
     if not (ids := [spec for spec in specs if hub.is_id(spec)]):
         return
     hub.commits.update(run_dir.hub_commits(workdir))
-    if jax.process_count() == 1 or changes.saved_data_state(workdir) is not None:
+    if jax.process_count() == 1 or run_dir.saved_data_state(workdir) is not None:
         return
     if distributed.is_primary():
         for spec in ids:
@@ -382,7 +382,7 @@ def agree_on_commits(workdir: Path, *specs: str) -> None:
 
 def report_differences(s: Settings, workdir: Path) -> None:
     """Prints the keys by which a new run's model computes something else than the model of its weights."""
-    if not s.train.init_from or changes.saved_data_state(workdir) is not None:
+    if not s.train.init_from or run_dir.saved_data_state(workdir) is not None:
         return
     if (model := find(s.train.init_from).model) is None:
         return

@@ -25,7 +25,7 @@ from maxlp.run.difference import Batch, Compiled, Recorded, Site
 from maxlp.run.earlier_versions import upgraded
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.reopen import open_or_create_run
-from maxlp.run.settings import Settings
+from maxlp.run.settings import OBSERVING, Settings
 from maxlp.runtime import files, tree_spec
 
 INFO = "info"  # the name of the JSON in a file
@@ -86,7 +86,7 @@ def check(folder: Path, config: Mapping[str, Any]) -> list[str]:
     for key, line in lines.items():
         if changes.is_fixed(key, recorded, config) or changes.is_in(ROUNDING, key):
             raise ConfigError(f"{line}: the steps in {folder} need the same model, data and precision")
-    lines = [line for key, line in lines.items() if not changes.is_in(changes.OBSERVING, key)]
+    lines = [line for key, line in lines.items() if not changes.is_in(OBSERVING, key)]
     return [f"recorded by {info['made_by']}", f"compared: {made_by()}", *lines]
 
 

@@ -234,6 +234,21 @@ def check_checkpoints(workdir: Path) -> None:
         )
 
 
+def saved_data_state(workdir: Path) -> dict[str, Any] | None:
+    """The state of the data in the newest checkpoint of a run.
+
+    Returns:
+      None before the first checkpoint, {} if no checkpoint has a readable record.
+    """
+    infos = [i for i in list_steps(workdir / "checkpoints") if i.status != "unfinished"]
+    for info in reversed(infos):
+        try:
+            return read_json(info.path / "checkpoint.json", {}, fields={"data_state": dict})["data_state"]
+        except (ValueError, KeyError):  # damaged: reported when the run is restored
+            continue
+    return {} if infos else None
+
+
 def _read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of launches is lost"
     number = (int, type(None))

@@ -26,10 +26,8 @@ from maxlp.runtime.profiler import Profiler
 from maxlp.runtime.writers import MetricWriter
 from maxlp.schema import Count, CountOrZero, DecayRate, NotEmpty, Positive, Seed
 
-SECTIONS = (
-    *("model", "precision", "mesh", "optimizer", "data", "loss", "train"),
-    *("spikes", "checkpoint", "metrics", "profile"),
-)
+OBSERVING = ("spikes", "checkpoint", "metrics", "profile")  # sections that do not affect training
+SECTIONS = ("model", "precision", "mesh", "optimizer", "data", "loss", "train", *OBSERVING)
 SUPPLIED = {  # arguments that a command supplies, by section
     "mesh": ("devices",),
     "checkpoint": ("directory", "on_complete"),

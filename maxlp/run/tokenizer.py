@@ -12,7 +12,6 @@ from pathlib import Path
 from maxlp.data.specs import naming_key
 from maxlp.data.tokenizers import COMPANIONS, FILES, Tokenizer, make_tokenizer
 from maxlp.run import run_dir
-from maxlp.run.changes import saved_data_state
 from maxlp.run.config import ConfigError
 from maxlp.run.constraints import too_many_tokens
 from maxlp.run.settings import Settings
@@ -26,7 +25,7 @@ def prepare_tokenizer(s: Settings, workdir: Path) -> str:
       ValueError: no such tokenizer, another one than the run was trained with, more tokens than the model
         has room for, or a workdir that is no run and has files of another tokenizer.
     """
-    resumes = saved_data_state(workdir) is not None
+    resumes = run_dir.saved_data_state(workdir) is not None
     is_kept = resumes and any((workdir / name).exists() for name in FILES)
     if distributed.is_primary() and not is_kept:
         made = _make(s)
@@ -85,7 +84,7 @@ def saved_tokenizer(spec: str, workdir: Path) -> str:
       ConfigError: there is none, or not the one that the run was trained with.
     """
     path, _, options = spec.partition("?")
-    state = saved_data_state(workdir)
+    state = run_dir.saved_data_state(workdir)
     trained_with = (state or {}).get("settings", {}).get("tokenizer")  # none in imported weights
     found = [p for p in (workdir / name for name in FILES) if p.exists()]
     if path == "bytes":

@@ -19,7 +19,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.difference import FACTOR, SEEDS, Batch, Compiled, Difference, Program
 from maxlp.run.experiment import Experiment, resolve_settings
 from maxlp.run.reopen import OpenRun, batch_of, open_or_create_run
-from maxlp.run.settings import Settings
+from maxlp.run.settings import OBSERVING, Settings
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import files
 
@@ -80,7 +80,7 @@ def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         raise ConfigError(
             f"{fixed[0]}: diff needs the same model, data and seed in A and B; give such runs"
         )
-    lines = {key: line for key, line in lines.items() if not changes.is_in(changes.OBSERVING, key)}
+    lines = {key: line for key, line in lines.items() if not changes.is_in(OBSERVING, key)}
     if not lines:
         raise ConfigError(
             "A and B have the same config; give one that differs, or --other=SECTION.KEY=VALUE"

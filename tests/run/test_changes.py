@@ -57,7 +57,7 @@ def test_a_record_without_a_state_of_the_data_is_passed_over(tmp_path):
         folder = tmp_path / "checkpoints" / str(step)
         folder.mkdir(parents=True)
         (folder / "checkpoint.json").write_text(json.dumps({"step": step, "data_state": state}))
-    assert changes.saved_data_state(tmp_path) == {"step": 3}
+    assert run_dir.saved_data_state(tmp_path) == {"step": 3}
 
 
 def schema() -> dict[str, set[str]]:
@@ -182,13 +182,13 @@ def test_the_newest_readable_record_counts(run):
     newer = run / "checkpoints" / "6"
     newer.mkdir()
     (newer / "checkpoint.json").write_text('{"data_state": {"step": 6}}')
-    assert changes.saved_data_state(run) == {"step": 6}
+    assert run_dir.saved_data_state(run) == {"step": 6}
     (newer / "checkpoint.json").write_text('{"data_st')
-    assert changes.saved_data_state(run) == {}
+    assert run_dir.saved_data_state(run) == {}
     newer.rename(run / "checkpoints" / "6.damaged")
     (run / "checkpoints" / "3" / "checkpoint.json").unlink()
-    assert changes.saved_data_state(run) == {}, "a run has begun"
-    assert changes.saved_data_state(run / "new") is None
+    assert run_dir.saved_data_state(run) == {}, "a run has begun"
+    assert run_dir.saved_data_state(run / "new") is None
 
 
 def test_weights_are_of_another_model_if_it_computes_something_else():

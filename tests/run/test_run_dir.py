@@ -10,7 +10,7 @@ import types
 import pytest
 from ml_collections import ConfigDict
 
-from maxlp.run import changes, run_dir
+from maxlp.run import changes, launch, run_dir
 
 SECTIONS = {"model": {"name": "llama"}, "optimizer": {"learning_rate": 1.0}, "spikes": {"window": 9}}
 CONFIG = ConfigDict(SECTIONS)
@@ -96,7 +96,7 @@ def test_a_step_that_is_null_in_the_record_of_a_run_counts_as_missing(tmp_path):
 
 
 def continues(workdir, c) -> bool:
-    return changes.repeats_the_last_launch(workdir, list(changes.check_config(workdir, c)))
+    return launch.repeats_the_last_launch(workdir, list(changes.check_config(workdir, c)))
 
 
 def test_another_config_or_no_record_is_another_run(tmp_path):
