@@ -99,7 +99,7 @@ def restored_params(run: Path, mesh: jax.sharding.Mesh, **model_changes: Any) ->
     c = run_dir.load_config(run)
     c.model.update(model_changes)
     _, abstract = abstract_model(make_model(*read_model(c)), mesh)
-    return checkpoint.load_params(str(run), abstract["params"])
+    return checkpoint.restore(str(run), {"params": abstract["params"]}).state["params"]
 
 
 def assert_same_tensors(a: Path, b: Path, weights: str = "model.safetensors") -> None:

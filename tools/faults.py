@@ -2602,7 +2602,7 @@ RUNTIME = [
         (
             "faults = verification.verify(root) if verify else []",
             "faults = []",
-            "::test_load_params_reads_only_weights_from_any_level_of_a_run",
+            "::test_restore_reads_only_weights_from_any_level_of_a_run",
             "::test_any_damage_is_detected_and_the_previous_step_is_restored",
         ),
         (

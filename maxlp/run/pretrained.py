@@ -91,7 +91,7 @@ class RunWeights:
         """The parameters in these dtypes and shardings."""
         self.check(abstract)
         if self.config is None or self.workdir is None or run_dir.is_imported(self.config):
-            return checkpoint.load_params(self.path, abstract)
+            return checkpoint.restore(self.path, {"params": abstract}).state["params"]
         step = int(self.path.name) if self.path.parent == self.workdir / "checkpoints" else None
         params = published_params(self.workdir, step, mesh)
         return jax.tree.map(

@@ -90,7 +90,7 @@ class Checkpointer:
 
     Every process of a run creates one and calls the same methods in the same order, from the main
     thread. It removes what a killed run left unfinished in its directory, so a program that only reads
-    calls `restore` or `load_params` instead.
+    calls `restore` instead.
 
     Args:
       directory: contains the numbered step directories; created if missing.
@@ -379,11 +379,6 @@ def restore(path: str | os.PathLike[str], abstract_state: Any) -> Restored:
 def check_fits(path: str | os.PathLike[str], abstract_state: Any) -> None:
     """Raises a CheckpointError as `restore` would, but reads neither arrays nor checksums."""
     fitting_record(_find(path, verify=False), abstract_state, exact=False)
-
-
-def load_params(path: str | os.PathLike[str], abstract_params: Any) -> Any:
-    """Returns only the parameters of a run (`init_from`); arguments and errors as for `restore`."""
-    return restore(path, {"params": abstract_params}).state["params"]
 
 
 def list_steps(directory: str | os.PathLike[str]) -> list[StepInfo]:

@@ -72,6 +72,10 @@ def small_state(seed=0, sharding=None):
     return {"params": params, "model_state": {}, "opt_state": tx.init(params), "step": jnp.int32(seed)}
 
 
+def load_params(path, wanted):
+    return checkpoint.restore(path, {"params": wanted}).state["params"]
+
+
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
     """A directory with intact checkpoints of steps 10 and 20."""
@@ -304,7 +308,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_damaged_one(two_st
     for name in ("iterdir", "open"):
         monkeypatch.setattr(pathlib.Path, name, checked(getattr(pathlib.Path, name)))
     with pytest.raises(PermissionError, match=str(denied)):
-        checkpoint.load_params(two_steps, {})
+        load_params(two_steps, {})
     monkeypatch.setattr(pathlib.Path, "glob", lambda *_: [])  # it ignores such errors
     with pytest.raises(PermissionError, match=str(denied)):
         verification.newest_intact(two_steps)
@@ -596,24 +600,24 @@ def test_a_field_that_is_none_need_not_be_in_the_checkpoint(tmp_path):
         assert_same_bits(checkpointer.restore_latest(abstract(wanted)).state, wanted)
 
 
-def test_load_params_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
+def test_restore_reads_only_weights_from_any_level_of_a_run(two_steps, tmp_path, logged):
     run = tmp_path / "2026"  # the name of a run may be a number, like that of a step
     shutil.copytree(two_steps, run / "checkpoints")
     wanted = abstract(small_state()["params"])
-    assert_same_bits(checkpoint.load_params(run, wanted), small_state(20)["params"])
-    assert_same_bits(checkpoint.load_params(run / "checkpoints", wanted), small_state(20)["params"])
-    assert_same_bits(checkpoint.load_params(run / "checkpoints" / "10", wanted), small_state(10)["params"])
+    assert_same_bits(load_params(run, wanted), small_state(20)["params"])
+    assert_same_bits(load_params(run / "checkpoints", wanted), small_state(20)["params"])
+    assert_same_bits(load_params(run / "checkpoints" / "10", wanted), small_state(10)["params"])
 
     as_bfloat16 = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), wanted
     )
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small_state(20)["params"])
-    assert_same_bits(checkpoint.load_params(run, as_bfloat16), cast)
+    assert_same_bits(load_params(run, as_bfloat16), cast)
 
     flip_bit(next((run / "checkpoints" / "20").glob("state/ocdbt.process_0/d/*")), random.Random(0))
     with pytest.raises(CheckpointError, match=r"20 is damaged: state/ocdbt.*; put back a good copy"):
-        checkpoint.load_params(run / "checkpoints" / "20", wanted)
-    assert_same_bits(checkpoint.load_params(run, wanted), small_state(10)["params"])
+        load_params(run / "checkpoints" / "20", wanted)
+    assert_same_bits(load_params(run, wanted), small_state(10)["params"])
     assert sorted(os.listdir(run / "checkpoints")) == ["10", "20"]  # reading changes nothing
 
 
@@ -621,13 +625,13 @@ def test_a_step_that_is_not_saved_is_refused_with_those_that_are(tmp_path):
     (tmp_path / "10").mkdir()
     (tmp_path / "20").mkdir()
     with pytest.raises(CheckpointError, match=r"/15: that step is not saved; saved: 10, 20$"):
-        checkpoint.load_params(tmp_path / "15", {})
+        load_params(tmp_path / "15", {})
 
 
 @pytest.mark.parametrize("place", ["nothing", "10"])
-def test_load_params_names_a_directory_without_checkpoints(tmp_path, place):
+def test_restore_names_a_directory_without_checkpoints(tmp_path, place):
     with pytest.raises(CheckpointError, match=f"no intact checkpoint in .*{place}: no step directory"):
-        checkpoint.load_params(tmp_path / place, {})
+        load_params(tmp_path / place, {})
 
 
 @pytest.mark.parametrize(
