@@ -33,8 +33,6 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     Raises:
       ValueError: processes whose rows partially overlap.
     """
-    if mesh.empty:
-        return jax.process_index(), jax.process_count()
     rows = np.indices(mesh.devices.shape)
     which = [MESH_AXES.index(axis) for axis in axis_names(RULES["batch"])]
     shard = np.ravel_multi_index([rows[i] for i in which], [mesh.devices.shape[i] for i in which])

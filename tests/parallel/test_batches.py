@@ -15,7 +15,7 @@ def parts(monkeypatch, processes: int, **sizes: int) -> list[tuple[int, int]]:
     shape = sharding.resolve_axes(8, **{"fsdp": 1} | sizes)
     devices = [types.SimpleNamespace(process_index=i * processes // 8) for i in range(8)]
     grid = np.array(devices).reshape(tuple(shape.values()))
-    mesh = types.SimpleNamespace(devices=grid, shape=shape, empty=False)
+    mesh = types.SimpleNamespace(devices=grid, shape=shape)
     found = []
     for process in range(processes):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
@@ -48,9 +48,7 @@ def test_each_device_holds_only_the_rows_of_its_part_of_the_batch():
 def test_processes_whose_rows_overlap_in_part_are_refused():
     devices = [types.SimpleNamespace(process_index=i) for i in (0, 0, 0, 1, 1, 1, 2, 2)]
     shape = sharding.resolve_axes(8, fsdp=4, tensor=2)
-    mesh = types.SimpleNamespace(
-        devices=np.array(devices).reshape(tuple(shape.values())), shape=shape, empty=False
-    )
+    mesh = types.SimpleNamespace(devices=np.array(devices).reshape(tuple(shape.values())), shape=shape)
     with pytest.raises(ValueError, match="the rows of different processes partially overlap"):
         batch_part(mesh)
 
