@@ -2693,6 +2693,7 @@ RUNTIME = [
         ),
         ("            total = size\n", "            total = 0\n"),
         ("if total > max_bytes and shards[-1]", "if total > max_bytes"),
+        ("os.chmod(path, mode)", "pass"),
     ),
     *_in(
         "runtime/throughput.py",

@@ -182,10 +182,13 @@ def write_tensors(
         path = os.path.join(directory, file)
         # save_file ignores strides: a transposed view would be written untransposed.
         shard = {name: np.asarray(tensors[name], dtypes[name], order="C") for name in names}
+        Path(path).touch()
+        mode = os.stat(path).st_mode
         try:
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:  # such as a full disk
             raise OSError(f"{path} was not written: {error}") from error
+        os.chmod(path, mode)  # save_file renames a temporary file that only its owner can read
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -38,6 +39,17 @@ def test_tensors_survive_the_round_trip(tmp_path, dtype, max_shard_bytes, num_fi
     assert len(files) > 1 and set(index["weight_map"].values()) == {file.name for file in files}
     header = 1024
     assert all(file.stat().st_size <= max_shard_bytes + header for file in files)
+
+
+def test_the_files_have_the_permissions_of_other_files(tmp_path):
+    """Other users, and servers that run as one, can read exported weights."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "file").touch()
+        write_tensors(tmp_path, make_tensors(), dtype="float32", max_shard_bytes=4096)
+    finally:
+        os.umask(before)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
