@@ -408,7 +408,12 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"holds no model: there is neither config.json nor open_clip_config"
     ):
+        convert.import_weights(tmp_path, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"/nowhere does not exist; give a folder$"):
         convert.import_weights(tmp_path / "nowhere", tmp_path / "run")
+    (file := tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"/model.safetensors is a file; give a folder$"):
+        convert.import_weights(file, tmp_path / "run")
     with pytest.raises(ValueError, match="holds no run"):
         convert.export_weights(tmp_path / "nowhere", tmp_path / "out")
 

@@ -184,8 +184,10 @@ def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFo
       name: of the format, see `formats`; None detects it.
 
     Raises:
-      ValueError: an unknown format, or a folder without a model that is known.
+      ValueError: an unknown format, or not a folder with a model that is known.
     """
+    if not source.is_dir():
+        raise ValueError(f"{source} {'is a file' if source.exists() else 'does not exist'}; give a folder")
     tried: dict[str, WeightFormat] = {}
     for family in FAMILIES:
         of_family = formats(family)

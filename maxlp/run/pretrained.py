@@ -38,6 +38,7 @@ SMALL_FILES = (
     *("config.json", "processor_config.json", "preprocessor_config.json", "open_clip_config.json"),
     *(*tokenizers.FILES, *tokenizers.COMPANIONS),
 )
+SOURCES = "give a run, a folder of weights, or hf:ORG/NAME of the Hub"
 VOCABULARY_MULTIPLE = 128  # rows of a swapped vocabulary, so that meshes divide it
 
 
@@ -234,10 +235,9 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
     if hub.is_id(spec):
         return LibraryWeights(spec)
     path = files.local_path(spec, key)
-    if not path.exists():
-        raise ConfigError(
-            f"{key}={spec} does not exist; give a run, a folder of weights, or hf:ORG/NAME of the Hub"
-        )
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(f"{key}={spec} {found}; {SOURCES}")
     is_other = any((path / name).exists() for name in ("config.json", "open_clip_config.json"))
     if is_other and not (path / "checkpoints").is_dir() and not (path / "run.json").exists():
         return LibraryWeights(str(path))
@@ -288,7 +288,7 @@ def configure(
         recorded, found = None, find(spec, "--from")
         model, their_tokenizer, data = found.model, found.tokenizer, found.data
     if model is None:
-        raise ConfigError(f"--from={source} has no config.json beside it; give the folder of the run")
+        raise ConfigError(f"--from={source} holds no config.json; {SOURCES}")
     if (other := overrides.get("train.init_from", spec)) != spec:
         raise ConfigError(f"--from={source} contradicts config.train.init_from={other}; give one")
     tokenizer = overrides.get("data.tokenizer")

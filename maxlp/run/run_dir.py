@@ -110,6 +110,8 @@ def load_config(workdir: Path) -> ConfigDict:
     Raises:
       ValueError: the directory holds no run, or its config is damaged.
     """
+    if workdir.is_file():
+        raise ValueError(f"{workdir} is a file; give the folder of the run")
     path = workdir / "config.json"
     remedy = "put back a good copy, or delete it: the next launch of the run writes it again"
     if "model_type" in read_json(path, {}, remedy=remedy):

@@ -161,6 +161,17 @@ def test_what_acts_in_training_comes_from_the_config_file(folder, tmp_path):
     assert joined["visual"] == weights["visual"] | {"patch_dropout": 0.5}
 
 
+def test_what_holds_no_weights_is_refused_with_what_does(folder, tmp_path):
+    ways_out = r"; give a run, a folder of weights, or hf:ORG/NAME of the Hub$"
+    for source, found in (
+        (tmp_path / "nowhere", "does not exist"),
+        (folder / "config.json", "is a file"),
+        (tmp_path, r"holds no config\.json"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--from={re.escape(str(source))} {found}{ways_out}"):
+            configured(tmp_path / "run", source)
+
+
 def test_weights_of_another_family_are_refused(folder, tmp_path):
     c = load("debug", family="clip")
     with pytest.raises(ConfigError, match=r"holds a llama, but config.model.name=clip; .* --config=llama/"):

@@ -62,6 +62,8 @@ def test_a_deleted_config_does_not_make_a_run_no_run(tmp_path):
     with pytest.raises(ValueError, match=r"holds no run$"):
         run_dir.load_config(tmp_path)
     started(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json is a file; give the folder of the run$"):
+        run_dir.load_config(tmp_path / "config.json")
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="is missing; put it back, or start the run again"):
         run_dir.load_config(tmp_path)
