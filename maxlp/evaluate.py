@@ -117,8 +117,9 @@ def of_same_model(
         )
     # The recipe, average and adapters with which the weights were trained.
     sections = {name: of_run[name] for name in ("precision", "optimizer", "train") if name in of_run}
+    ignored = {"optimizer", "train", *sections}  # imported weights have neither, and may have no precision
     for key, value in overrides.items():
-        if key.partition(".")[0] in sections:
+        if key.partition(".")[0] in ignored:
             raise ConfigError(
                 f"config.{key}={value!r} has no effect: {workdir} is evaluated as it was trained; drop the "
                 "flag"

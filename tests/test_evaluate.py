@@ -126,6 +126,8 @@ def test_imported_weights_need_no_preset_of_their_size(tmp_path):
     assert of_same_model(given, own, imported, tmp_path)["data"] == given["data"]
     with pytest.raises(ConfigError, match=r"num_layers=4 contradicts --workdir=.*, which has 7; drop"):
         of_same_model(given, {"model.num_layers": 4}, imported, tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.train\.eval_batches=1 has no effect: .*; drop"):
+        of_same_model(given, {"train.eval_batches": 1}, imported, tmp_path)
     clip = load("debug", family="clip").to_dict()
     with pytest.raises(ConfigError, match=r"--workdir=.* holds a llama, but config.model.name=clip;"):
         of_same_model(clip, {}, imported, tmp_path)
