@@ -152,7 +152,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
         ends = last or stop or n == s.precision.high_precision_from
         due = [measure for every, measure in measurements if is_due(n, every)]
         evaluates, saves = last or is_due(n, s.train.eval_every), ends or checkpoints.should_save(n)
-        recorder.push(n, metrics, wait=first or evaluates or bool(due) or saves, last=last)
+        recorder.push(n, metrics, state["params"], wait=first or evaluates or bool(due) or saves, last=last)
         if first:
             startup.mark("step")
             print_primary(startup)
@@ -169,7 +169,7 @@ def train(c: ConfigDict, lock: WorkdirLock, stack: contextlib.ExitStack, startup
             break
     else:
         if n > start and not intact.error:  # the data has ended, and with it the run
-            recorder.finish()
+            recorder.finish(state["params"])
             writer.write(n, validate(evaluate, state, validation, mesh, 0, "eval_full"))
         save(checkpoints, n, state, data_state, recorder)
     checkpoints.wait()

@@ -41,7 +41,7 @@ from maxlp.core.gradients import (
     squared_norm,
 )
 from maxlp.core.train_state import State
-from maxlp.core.train_step import AfterUpdate, OptimizerMetrics, global_norm, keep_update, nothing
+from maxlp.core.train_step import AfterUpdate, OptimizerMetrics, keep_update, nothing
 from maxlp.nn.stack import StackCall, find_stacks
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
@@ -99,13 +99,13 @@ def train_step(
     model_state = join_trees(new_forward, new_backward, *new_stacks)
     new_params, corrections = after_update(new_params, model_state)
     new_opt_state = _join_opt_states(opt_state, rest["opt_state"], released)
-    norms = {"grad_norm": jnp.sqrt(sum(squares)), "param_norm": global_norm(new_params)}
+    norm = {"grad_norm": jnp.sqrt(sum(squares))}
     return {
         "params": new_params,
         "model_state": model_state,
         "opt_state": new_opt_state,
         "step": state["step"] + 1,
-    }, metrics | corrections | norms | optimizer_metrics(new_opt_state)
+    }, metrics | corrections | norm | optimizer_metrics(new_opt_state)
 
 
 # --- the model without its stacks -----------------------------------------------------------------------

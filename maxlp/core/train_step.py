@@ -62,8 +62,8 @@ def train_step(
       after_update: maps (updated params, new model_state) to the params to keep, and metrics.
 
     Returns:
-      the new state, and scalars: those of ``gradients`` (loss, accuracy, …), grad_norm, param_norm;
-      ``skipped`` (0 or 1) if there are gates; and those of the gates, the optimizer and statistics.
+      the new state, and scalars: those of ``gradients`` (loss, accuracy, …) and grad_norm; ``skipped``
+      (0 or 1) if there are gates; and those of the gates, the optimizer and statistics.
     """
     grads, model_state, metrics = gradients(graphdef, state, batch, loss_scale_of(state))
     with jax.named_scope("optimizer"):
@@ -72,25 +72,15 @@ def train_step(
         # Accumulated or unscaled gradients are float32, and would promote moments in bfloat16.
         opt_state = optax.tree.cast_like(opt_state, state["opt_state"])
         params, corrections = after_update(optax.apply_updates(state["params"], updates), model_state)
-        # Without the barrier, XLA fuses the cast of 16-bit parameters with the norm below, and until then
-        # keeps the updated parameters in float32.
-        params = jax.tree.map(lambda p: jax.lax.optimization_barrier(p) if p.itemsize == 2 else p, params)
     new = {"params": params, "model_state": model_state, "opt_state": opt_state}
     with jax.named_scope("statistics"):
         more = statistics(grads, opt_state, updates, state["params"])
-        metrics |= {"grad_norm": global_norm(grads), **corrections, **more}
+        metrics |= {"grad_norm": jnp.sqrt(squared_norm(grads)), **corrections, **more}
     if gates:
         accepted, gate_states, more = accept_all(gates, state, metrics)
         metrics |= more | {"skipped": 1.0 - accepted}
         new = {key: optax.tree.where(accepted, new[key], state[key]) for key in GATED} | gate_states
-    with jax.named_scope("statistics"):
-        metrics["param_norm"] = global_norm(new["params"])
     return new | {"step": state["step"] + 1}, metrics | optimizer_metrics(new["opt_state"])
-
-
-def global_norm(tree: Any) -> jax.Array:
-    """Global L2 norm, summed in float32 (of bfloat16 arrays too)."""
-    return jnp.sqrt(squared_norm(tree))
 
 
 def jit_step(step: Step, graphdef: nnx.GraphDef, abstract: State, mesh: Mesh) -> jax.stages.Wrapped:

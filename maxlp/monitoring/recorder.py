@@ -4,13 +4,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
+
 from maxlp.monitoring.statistics import flat
 from maxlp.monitoring.watch import Watch
+from maxlp.optim.tree_utils import widened
 from maxlp.runtime.hardware import memory_metrics
 from maxlp.runtime.throughput import DelayedFetch, Throughput
 from maxlp.runtime.writers import MetricWriter
 
 AVERAGED = ("loss", "accuracy")  # of a batch, and therefore noisy
+
+
+@jax.jit
+def param_norm(params: Any) -> jax.Array:
+    """The L2 norm of all parameters, summed in float32.
+
+    It is not part of the train step. There, XLA for GPUs would compute it within the update of the
+    parameters, in another kernel than that of the moments, and read these twice.
+    """
+    return optax.tree.norm(widened(params))
 
 
 class IntervalMeans:
@@ -84,10 +98,11 @@ class Recorder:
         if state := meta.get("interval"):  # checkpoints of earlier versions have none
             self._means.set_state(state)
 
-    def push(self, step: int, metrics: Any, wait: bool, last: bool) -> None:
+    def push(self, step: int, metrics: Mapping[str, Any], params: Any, wait: bool, last: bool) -> None:
         """Takes the device metrics of a step.
 
         Args:
+          params: the parameters after it, whose norm a record has too.
           wait: whether to wait for this step, as before an evaluation or a checkpoint.
           last: whether the run ends with this step, which then has a record in any case.
 
@@ -95,6 +110,8 @@ class Recorder:
           rollback.RollbackRequested: the run must return to a checkpoint from before a spike.
           FloatingPointError: the loss is not finite.
         """
+        if last or step % self._log_every == 0:
+            metrics = {**metrics, "param_norm": param_norm(params)}
         for done, values in self._fetch.push(step, metrics, wait=wait):
             self._take(done, values, record=last and done == step)
 
@@ -103,11 +120,12 @@ class Recorder:
         for done, values in self._fetch.flush():
             self._take(done, values)
 
-    def finish(self) -> None:
+    def finish(self, params: Any) -> None:
         """Writes a record of the last step if it has none, as for a run that ends because its data does."""
         self.flush()
         if self._unrecorded:
-            self._record(*self._unrecorded)
+            step, values = self._unrecorded
+            self._record(step, {**values, "param_norm": float(param_norm(params))})
 
     def _take(self, step: int, values: Any, record: bool = False) -> None:
         self._throughput.tick(step, float(values.get("tau", step)))

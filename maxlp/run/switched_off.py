@@ -5,9 +5,10 @@ They are accepted, so that the switch alone can be changed on the command line, 
 
 import functools
 import inspect
+import operator
 from typing import Any
 
-from maxlp.run.settings import Settings, sections
+from maxlp.run.settings import Settings
 
 # A switch, its values under which the keys of its section that follow change nothing, and these keys.
 SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
@@ -15,6 +16,7 @@ SWITCHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
     ("loss.method", ("plain", "sharded"), ("tile_size",)),
     ("metrics.wandb_project", ("", None), ("wandb_group", "wandb_tags")),
     ("optimizer.weight_decay", (0,), ("decay_embeddings",)),
+    ("precision.loss_scale.per_tensor", (True,), ("growth_interval",)),
     ("profile.start", (0,), ("steps",)),
     ("spikes.guard", ("off",), ("guard_threshold", "max_actions")),
     ("spikes.guard", ("off", "skip"), ("rewind_steps", "skip_batches")),
@@ -25,9 +27,11 @@ def unused_keys(s: Settings) -> list[str]:
     """The keys without effect whose values are not the defaults, such as ``profile.steps (start=0)``."""
     found = []
     for path, off, keys in SWITCHES:
-        name, switch = path.split(".")
-        parameters = inspect.signature(sections(s.family)[name]).parameters
-        given = getattr(s, name)
+        name, _, switch = path.rpartition(".")
+        if (given := operator.attrgetter(name)(s)) is None:
+            continue
+        function = given.func if isinstance(given, functools.partial) else type(given)
+        parameters = inspect.signature(function).parameters
         values = {key: parameter.default for key, parameter in parameters.items()}
         values |= given.keywords if isinstance(given, functools.partial) else vars(given)
         if values.get(switch, ...) not in off:  # another family may not have it

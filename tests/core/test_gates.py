@@ -88,8 +88,6 @@ def test_a_rejected_step_leaves_the_training_unchanged_to_the_bit(limits, bad):
     assert metrics["skipped"] == 1
     for key in ("params", "model_state", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, after[key], before[key])
-    # A norm in float32.
-    np.testing.assert_allclose(metrics["param_norm"], np.linalg.norm(before["params"]["w"]), rtol=1e-6)
     assert after["step"] == 2 and after["first"] == after["second"] == {"steps": 2}
 
 

@@ -160,7 +160,7 @@ def test_remat_and_microbatches_lower_the_peak_of_memory():
 
 
 def test_metrics_describe_the_step():
-    """Norms of the gradients and of the new parameters, and what the optimizer's new state says."""
+    """The norm of the gradients, and what the optimizer's new state says."""
     # 257 squares of 1: a sum in bfloat16 would stay at 256.
     params = {"w": jnp.ones(257, jnp.bfloat16)}
 
@@ -176,6 +176,4 @@ def test_metrics_describe_the_step():
     assert new["step"] == 2 and metrics["updates"] == 1
     # Sums of 257 squares in float32.
     np.testing.assert_allclose(metrics["grad_norm"], 257**0.5, rtol=1e-6)
-    np.testing.assert_allclose(metrics["param_norm"], 3 * 257**0.5, rtol=1e-6)
-    dtypes = {metrics[name].dtype for name in ("grad_norm", "param_norm")}
-    assert dtypes == {jnp.dtype(jnp.float32)}
+    assert metrics["grad_norm"].dtype == jnp.float32

@@ -11,6 +11,8 @@ from maxlp.monitoring.recorder import Recorder
 from maxlp.monitoring.spikes import SpikeConfig
 from maxlp.monitoring.watch import Watch
 
+PARAMS = {"w": jnp.array([3.0, 4.0])}
+
 
 class Throughput:
     def __init__(self):
@@ -54,13 +56,15 @@ def test_every_third_and_the_last_step_have_a_record_of_their_own_metrics(waits)
     recorder = Recorder(throughput, watch, writer, Batches(), Path("unused"), 3, {})
     for step in range(1, 8):
         metrics = {"loss": jnp.float32(step / 8), "grad_norms": {"w": jnp.array([step, 2.0 * step])}}
-        recorder.push(step, metrics, wait=step in waits or step == 7, last=step == 7)
+        params = {"w": jnp.full(257, step, jnp.bfloat16)}  # whose squares have to be added in float32
+        recorder.push(step, metrics, params, wait=step in waits or step == 7, last=step == 7)
     assert throughput.ticks == [(step, step) for step in range(1, 8)]
     assert watch.seen == {step: step / 8 for step in range(1, 8)}
     assert list(writer.records) == [3, 6, 7]
     for step, record in writer.records.items():
         since = [n for n in range(1, step + 1) if not any(n <= done < step for done in writer.records)]
         assert record["train/loss"] == np.mean(since) / 8 and record["train/grad_norms/w/1"] == 2 * step
+        assert record["train/param_norm"] == pytest.approx(step * 257**0.5, rel=1e-6)
         assert record["perf/step_time"] == 1.0 and record["data/skipped"] == 2
         assert "memory/host_peak_gib" in record
 
@@ -74,7 +78,7 @@ def records(steps, meta, skipped=()):
         if skipped:
             metrics["skipped"] = jnp.float32(step in skipped)
             metrics["loss"] = jnp.float32(100) if step in skipped else metrics["loss"]
-        recorder.push(step, metrics, wait=True, last=False)
+        recorder.push(step, metrics, PARAMS, wait=True, last=False)
     return writer.records, json.loads(json.dumps(recorder.meta()))
 
 
@@ -94,7 +98,7 @@ def test_flush_takes_the_metrics_of_the_last_step_without_a_record_of_its_own():
     watch, writer = Observer(), Writer()
     recorder = Recorder(Throughput(), watch, writer, Batches(), Path("unused"), 3, {})
     for step in range(1, 9):
-        recorder.push(step, {"loss": jnp.float32(step / 8)}, wait=False, last=False)
+        recorder.push(step, {"loss": jnp.float32(step / 8)}, PARAMS, wait=False, last=False)
         if step in (6, 8):
             recorder.flush()
             assert max(watch.seen) == step
@@ -109,14 +113,15 @@ def test_the_end_of_the_data_has_a_record_of_the_steps_since_the_last_one(waits)
     writer = Writer()
     recorder = Recorder(Throughput(), Observer(), writer, Batches(), Path("unused"), 3, {})
     for step in range(1, 9):
-        recorder.push(step, {"loss": jnp.float32(step / 8)}, wait=step in waits, last=False)
+        recorder.push(step, {"loss": jnp.float32(step / 8)}, PARAMS, wait=step in waits, last=False)
     for _ in range(2):  # once
-        recorder.finish()
+        recorder.finish(PARAMS)
     assert list(writer.records) == [3, 6, 8]
+    assert writer.records[8]["train/param_norm"] == 5
     assert writer.records[8]["train/loss"] == 15 / 16 and recorder.meta()["interval"]["steps"] == 0
-    recorder.push(9, {"loss": jnp.float32(1)}, wait=True, last=False)
+    recorder.push(9, {"loss": jnp.float32(1)}, PARAMS, wait=True, last=False)
     written = dict(writer.records)
-    recorder.finish()
+    recorder.finish(PARAMS)
     assert writer.records == written, "step 9 has one"
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from maxlp import families
 from maxlp.data.text import TextDataConfig
+from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.run.experiment import describe, resolve
 from maxlp.run.settings import read, sections
 from maxlp.run.switched_off import SWITCHES, unused_keys
@@ -21,6 +22,7 @@ GUARD, ROLLBACK = ("guard_threshold", "max_actions"), ("rewind_steps", "skip_bat
 TUNED = {f"spikes.{key}": 50 for key in GUARD + ROLLBACK}
 LABELS = {"metrics.wandb_group": "a", "metrics.wandb_tags": ("b",)}
 FLOAT16 = {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}
+GROWTH = {"precision.loss_scale.growth_interval": 50}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,8 @@ FLOAT16 = {"model.dtype": "float16", "precision.loss_scale.initial": 256.0}
         (TUNED | {"spikes.guard": "skip"}, ("spikes.rewind_steps", "spikes.skip_batches")),
         (TUNED | {"spikes.guard": "rollback"}, ()),
         (FLOAT16 | {"spikes.max_actions": 50}, ()),
+        (FLOAT16 | GROWTH, ()),
+        (FLOAT16 | GROWTH | {"precision.loss_scale.per_tensor": True}, tuple(GROWTH)),
         ({"data.shuffle_tokens": 8192, "data.shuffle": False}, ("data.shuffle_tokens",)),
         ({"data.shuffle_tokens": 8192}, ()),
         (
@@ -64,10 +68,10 @@ def test_the_description_of_a_run_names_them():
 
 
 def test_switches_and_their_keys_exist():
-    known = set()
+    functions = [("precision.loss_scale", DynamicLossScale)]
     for name in families.FAMILIES:
-        for section, function in sections(families.get(name)).items():
-            known |= {f"{section}.{key}" for key in inspect.signature(function).parameters}
+        functions += sections(families.get(name)).items()
+    known = {f"{name}.{key}" for name, function in functions for key in inspect.signature(function).parameters}
     for path, _, keys in SWITCHES:
-        section, _ = path.split(".")
+        section, _, _ = path.rpartition(".")
         assert {path, *(f"{section}.{key}" for key in keys)} <= known
