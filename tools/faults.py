@@ -2898,7 +2898,7 @@ MONITORING = [
         "monitoring/statistics.py",
         "monitoring/test_statistics.py",
         ("largest(values)[0][1] if values", "min(values.values()) if values"),
-        ("(np.isfinite(tensors[name]), -tensors[name])", "-tensors[name]"),
+        ("(not np.isnan(tensors[name]), -tensors[name])", "-tensors[name]"),
     ),
     *_in(
         "monitoring/watch.py",

@@ -101,6 +101,6 @@ def per_layer(tensors: dict[str, Any]) -> dict[str, float]:
 
 
 def largest(tensors: dict[str, float], count: int = 1) -> list[tuple[str, float]]:
-    """The tensors with the largest numbers; NaN and infinity come first."""
-    order = sorted(tensors, key=lambda name: (np.isfinite(tensors[name]), -tensors[name]))
+    """The tensors with the largest numbers; NaN comes first."""
+    order = sorted(tensors, key=lambda name: (not np.isnan(tensors[name]), -tensors[name]))
     return [(name, tensors[name]) for name in order[:count]]

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -76,6 +77,6 @@ def test_numbers_that_are_not_finite_are_the_largest():
     assert statistics.largest(tensors | {"b": math.nan})[0][0] == "b"
 
 
-@pytest.mark.parametrize("values", [[1.0, math.nan], [math.nan, 1.0]])
+@pytest.mark.parametrize("values", itertools.permutations([1.0, math.inf, math.nan]))
 def test_the_largest_of_each_kind_is_nan_if_one_is(values):
     assert math.isnan(statistics.flat({"rms": {"a": np.array(values)}})["rms/max"])
