@@ -202,6 +202,17 @@ def test_excluded_batches_are_those_of_rollbacks_to_this_step_or_before(tmp_path
         assert data.at == position + dropped
 
 
+@pytest.mark.parametrize(("before", "position"), [(13, 8), (14, 14), (20, 14), (22, 22)])
+def test_a_replay_excludes_the_batches_of_the_rollbacks_until_then(tmp_path, before, position):
+    """A spike at once after a rollback is recorded where the excluded batches end."""
+    write_rollback(tmp_path, spike=14, to=8, batches=[8, 14])
+    write_rollback(tmp_path, spike=10, to=8, batches=[14, 22])
+    data = Batches()
+    data.at = 8
+    rollback.skip_excluded_batches(tmp_path, 8, data, before)
+    assert data.at == position
+
+
 def test_data_that_end_within_the_excluded_batches_are_named(tmp_path):
     class Few(Batches):
         def __next__(self):
