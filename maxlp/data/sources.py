@@ -189,7 +189,7 @@ class Source:
         chosen = total // self._every if self._every else 0
         sizes = {} if validation is None else {"train": total - chosen, "validation": chosen}
         self._len = sizes.get(spec.split, total)
-        if not total and (sizes or spec.split == "all"):
+        if not total and sizes:
             raise ValueError("its files hold no documents; check the path")
         if not self._len:
             raise ValueError(_empty_split(spec, total))

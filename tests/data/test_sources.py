@@ -228,7 +228,9 @@ def test_an_empty_split_is_an_error(tmp_path):
         f"jsonl:{path}?validation=0", "validation"
     )
     (tmp_path / "empty.jsonl").write_text("\n")
-    assert "its files hold no documents; check the path" in error_of(f"jsonl:{tmp_path}/empty.jsonl")
+    for options in ("", "?split=all"):
+        message = error_of(f"jsonl:{tmp_path}/empty.jsonl{options}")
+        assert "its files hold no documents; check the path" in message
 
 
 @pytest.mark.parametrize(
