@@ -235,6 +235,19 @@ def test_a_prompt_is_the_beginning_of_what_is_trained(tmp_path):
         assert ids[-2] == chat.end_id
 
 
+def test_conversations_are_encoded_without_the_lengths_of_the_file(tmp_path):
+    """Some files of tokenizers cut or pad what they encode."""
+    chat = chat_of(tmp_path)
+    messages = random_messages(np.random.default_rng(5), turns=4)
+    want = chat.encode(messages)
+    for length in (16, len(want) + 16):
+        tok = tokenizers.Tokenizer.from_str(tokenizer_json().decode())
+        tok.enable_truncation(length)
+        tok.enable_padding(length=length)
+        tok.save(str(tmp_path / "tokenizer.json"))
+        assert Chat(make_tokenizer(str(tmp_path))).encode(messages).tolist() == want.tolist()
+
+
 def test_special_tokens_within_messages_are_text(tmp_path):
     chat = chat_of(tmp_path)
     tok = make_tokenizer(str(tmp_path))
@@ -326,6 +339,36 @@ def test_calls_without_content_are_learned(tmp_path, of_calls):
     messages[1]["calls"], messages[4]["calls"] = ["</s>"], ["<|im_end|>", "f"]
     answers = '["</s>"]<|im_end|>', "so<|im_end|>", '["<|im_end|>", "f"]<|im_end|>'
     assert learned_text(tmp_path, template, messages) == "".join(answers)
+
+
+def test_a_special_token_at_the_end_of_an_answer_does_not_end_the_turn(tmp_path):
+    """The end of a call; only a template that marks answers may put the end of the turn into them."""
+    template = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\n" }}
+    {%- if message.calls %}{{ message.calls + "<|eot|>" }}{% else %}{{ message.content }}{% endif %}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+"""
+    turns = [("user", "why"), ("assistant", "")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    messages[1]["calls"] = "f"
+    assert learned_text(tmp_path, template, messages) == "f<|eot|><|im_end|>"
+
+
+def test_a_special_token_before_an_empty_answer_does_not_end_the_turn(tmp_path):
+    template = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "<|eot|>" }}
+    {%- if message.role == "assistant" %}
+        {%- generation %}{{ message.content }}{% endgeneration %}
+    {%- else %}{{ message.content }}{% endif %}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+"""
+    messages = [{"role": role, "content": ""} for role in ("user", "assistant")]
+    assert learned_text(tmp_path, template, messages) == "<|im_end|>"
 
 
 def test_content_may_be_null_beside_calls(tmp_path):

@@ -232,6 +232,18 @@ def test_free_stages_are_those_of_the_topology():
     assert {one["stage"] for one in search.meshes(s, topologies.parse("h100:1x4"))} == {2}
 
 
+@pytest.mark.parametrize("stage", [0, 3, 8])
+def test_stages_that_do_not_divide_the_devices_have_no_mesh(stage):
+    s = search.changed(small(), {"mesh.stage": stage})
+    assert not list(search.meshes(s, topologies.parse("h100:1x4")))
+
+
+def test_first_moments_are_offered_in_bfloat16_unless_the_parameters_are():
+    variants = [one.changes for one in search.smaller_numerics(small())]
+    assert {"optimizer.mu_dtype": "bfloat16"} in variants
+    assert not any({"optimizer.mu_dtype", "model.param_dtype"} <= changes.keys() for changes in variants)
+
+
 def test_if_no_mesh_is_possible_nothing_is_traced(monkeypatch):
     """On 25 devices, of which none share 7 rows or the 4 heads of a layer."""
     monkeypatch.setattr(search, "state_shapes", lambda *_: pytest.fail("traces a state in vain"))

@@ -138,6 +138,16 @@ def test_the_balanced_form_divides_the_spread_between_product_and_kernel():
 
 
 @pytest.mark.parametrize("form", ["channel", "balanced", "token"])
+def test_channels_and_tokens_of_zeros_are_not_scaled(form):
+    """A kernel's row times the least factor would be flushed to zero, and with it a gradient."""
+    x, kernel = (jnp.full(shape, 5.0).at[1].set(0.0) for shape in ((4, 4), (4, 8)))
+    x = x.at[:, 2].set(0.0)
+    s = np.asarray(smooth_swiglu.factors(x, kernel, form))
+    zeros = [1] if form == "token" else [1, 2] if form == "balanced" else [2]
+    assert np.all(s.ravel()[zeros] == 1)
+
+
+@pytest.mark.parametrize("form", ["channel", "balanced", "token"])
 def test_float16_holds_the_factors_of_its_largest_and_smallest_numbers(form):
     """Rounded up, 40,000 would be 2^16: infinity."""
     h = jnp.full((4, 8), 0.01, jnp.float16).at[:, 3].set(40_000).at[:, 5].set(2.0**-20)

@@ -56,6 +56,14 @@ def test_a_run_without_low_precision_has_no_late_phase(tmp_path):
     assert "config.precision.high_precision_from=4 changes nothing with recipe=bf16; set it to 0" in message
 
 
+@pytest.mark.parametrize(("recipe", "is_refused"), [("fp8_delayed", True), ("fp8_current", False)])
+def test_a_late_phase_is_refused_if_any_matmul_has_a_history(recipe, is_refused):
+    """The head, which stays in high precision, has none."""
+    c = changed(load("debug"), {"precision.high_precision_from": 4, "precision.recipe": recipe})
+    message = late_phase.refusal(read(c))
+    assert ("fp8_delayed's histories" in message) if is_refused else message is None
+
+
 @pytest.mark.parametrize(("step", "recipe"), [(3, "nvfp4"), (4, "nvfp4"), (5, "bf16"), (None, "bf16")])
 def test_the_last_early_step_has_the_early_precision(tmp_path, step, recipe):
     c = changed(load("debug"), {"precision.high_precision_from": 4})
