@@ -38,7 +38,10 @@ class Documents(Protocol):
 def pack_concat(
     documents: Documents, num_windows: int, seq_len: int, pad_id: int, max_documents: int | None
 ) -> Batch:
-    """Cuts the next `num_windows * seq_len` tokens, documents end to end, into windows [W, S]."""
+    """Cuts the next `num_windows * seq_len` tokens, documents end to end, into windows [W, S].
+
+    All tokens are learned: `data.chat` refuses this packing for conversations.
+    """
     size = num_windows * seq_len
     # One token more than the windows hold: the last target, which is also the first token of the next
     # block.
@@ -60,11 +63,11 @@ def pack_concat(
             held = held + 1 if joins else 1
         index, offset = index + 1, 0
     documents.advance(index, offset)
-    is_target = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0) & (tokens[1:] >= 0)
+    is_target = (owner[:-1] == owner[1:]) & (owner[:-1] >= 0)
     targets = np.where(owner[:-1] >= 0, tokens[1:], pad_id)
     return {
-        "tokens": _ids(tokens[:-1]).reshape(num_windows, seq_len),
-        "targets": _ids(targets).reshape(num_windows, seq_len),
+        "tokens": tokens[:-1].reshape(num_windows, seq_len),
+        "targets": targets.reshape(num_windows, seq_len),
         "loss_mask": is_target.reshape(num_windows, seq_len),
         **_segments(owner[:-1].reshape(num_windows, seq_len)),
     }
