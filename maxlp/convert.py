@@ -26,6 +26,9 @@ errors.
 validation data and scales the outliers down, with factors in the weights that
 change nothing without quantization (Smooth-SwiGLU).
 
+--adapter exports the adapters of a run with train.lora alone, in the format of
+PEFT, which vLLM reads too: adapter_config.json and adapter_model.safetensors.
+
 An import detects the format from the config in its folder; an export of a CLIP
 writes hf_clip by default. The result of an import is a run at step 0, from
 which `generate` samples. Training needs no import: `train --from` reads such
@@ -46,16 +49,19 @@ from typing import Any
 
 import jax
 from absl import flags
+from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxlp.core.train_state import abstract_model, num_params
 from maxlp.data import tokenizers
 from maxlp.data.tokenizers import Tokenizer, make_tokenizer
-from maxlp.families import Family, compressed_tensors, hf_tokenizer, weights
+from maxlp.families import Family, compressed_tensors, hf_tokenizer, peft, weights
+from maxlp.families.weights import WeightFormat
 from maxlp.parallel import sharding
 from maxlp.run import cli, run_dir
 from maxlp.run.pretrained import LibraryWeights, RunWeights, check_written, published_params
+from maxlp.run.restore import restore_model
 from maxlp.run.settings import read, read_model
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import checkpoint, files, hub, new_folder
@@ -67,7 +73,7 @@ PRECISION = dict(  # of an imported model: all matmuls in model.dtype
 )
 COMMANDS = {  # the flags of each, besides those of both
     "import": ("input", "image_size"),
-    "export": ("workdir", "step", "quantize", "calibration_sequences"),
+    "export": ("workdir", "step", "quantize", "calibration_sequences", "adapter"),
 }
 TOKENIZER_FILES = (*tokenizers.FILES, *tokenizers.COMPANIONS, "vocab.json", "merges.txt", "spiece.model")
 
@@ -92,6 +98,9 @@ def define_flags() -> None:
         "export: validation sequences from which to compute Smooth-SwiGLU's factors; 0: no factors.",
         lower_bound=0,
     )
+    flags.DEFINE_boolean(
+        "adapter", False, "export: write the adapters (train.lora) for PEFT, without the model's weights."
+    )
     flags.DEFINE_integer("image_size", None, "import: image size to resize the model to.", lower_bound=1)
 
 
@@ -112,15 +121,23 @@ def main(command: str = "") -> None:
         print_primary(f"{workdir} is a run at step 0; training starts from it with --from={workdir}")
     else:
         workdir, output = _required("workdir"), _required("output")
-        export_weights(
-            workdir,
-            output,
-            values.format,
-            values.step,
-            values.dtype,
-            values.quantize,
-            values.calibration_sequences,
-        )
+        if values.adapter:
+            for name in ("quantize", "calibration_sequences"):
+                if value := values[name].value:
+                    raise ValueError(
+                        f"--{name}={value} is for the weights of the model; drop it, or drop --adapter"
+                    )
+            export_adapter(workdir, output, values.format, values.step, values.dtype)
+        else:
+            export_weights(
+                workdir,
+                output,
+                values.format,
+                values.step,
+                values.dtype,
+                values.quantize,
+                values.calibration_sequences,
+            )
         print_primary(f"{output} holds {', '.join(sorted(path.name for path in output.iterdir()))}")
 
 
@@ -224,14 +241,7 @@ def export_weights(
     if quantize is not None:
         stored = "bfloat16"  # what is not quantized
     model = dataclasses.replace(model, param_dtype=stored)
-    known = weights.formats(family.name)
-    format_name = format_name or next(iter(known))
-    if format_name not in known:
-        raise ValueError(
-            f"--format={format_name} is not for {workdir}, which holds a {family.name}; one of "
-            f"{', '.join(known)}"
-        )
-    weight_format = known[format_name]
+    format_name, weight_format = _format_of(workdir, family, format_name)
     model = weight_format.as_trained(model, c.to_dict().get("data", {}))
     for_language = dict(quantize=quantize, calibration_sequences=calibration_sequences)
     for flag, value in for_language.items():
@@ -249,12 +259,9 @@ def export_weights(
             "--dtype=bfloat16 or float32"
         )
 
-    def run_tokenizer() -> Tokenizer | None:
-        spec = RunWeights(workdir).tokenizer
-        return None if spec is None else make_tokenizer(spec)
-
     # Before any weights are read: these raise for a model that the format does not support.
-    layout, texts = weight_format.layout(model), weight_format.config_files(model, run_tokenizer)
+    layout = weight_format.layout(model)
+    texts = weight_format.config_files(model, lambda: _tokenizer_of(workdir))
     scheme = None if quantize is None else compressed_tensors.SCHEMES[quantize]
     if scheme is not None:
         texts[weight_format.config_file]["quantization_config"] = scheme.config()
@@ -280,6 +287,67 @@ def export_weights(
             weights=weight_format.weights_file,
             max_shard_bytes=weight_format.max_shard_bytes,
         )
+
+
+def export_adapter(
+    workdir: Path,
+    output: Path,
+    format_name: str | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Writes a run's adapters and tokenizer as a folder that PEFT loads, see `families.peft`.
+
+    Args:
+      format_name, step: as in `export_weights`; the format is that of the model which was frozen.
+      dtype: of the tensors; None takes that of the adapters, float32.
+
+    Raises:
+      ValueError: no run, no such checkpoint, no adapters, a model that the format does not support, or an
+        output folder that is not empty.
+    """
+    _check_unused(output)
+    c = run_dir.load_config(workdir)
+    family, model, _ = read_model(c)
+    format_name, weight_format = _format_of(workdir, family, format_name)
+    if not family.generates_text:
+        raise ValueError(f"--adapter is for language models, not for {format_name}; drop the flag")
+    if run_dir.is_imported(c) or read(c).train.lora is None:
+        raise ValueError(
+            f"{workdir} was trained without adapters (train.lora.rank); drop --adapter to export the whole "
+            "model"
+        )
+    layout = weight_format.layout(model)
+    texts = weight_format.config_files(model, lambda: _tokenizer_of(workdir))
+    del texts[weight_format.config_file]  # with which the folder would be that of a whole model
+    with new_folder.unfinished(output) as unfinished:
+        _export_tokenizer(workdir, unfinished, c.to_dict(), ends=False)
+        graphdef, state, _ = restore_model(c, workdir, step, _cpu_mesh())
+        with weights.naming(workdir):
+            tensors = weights.to_other(state["params"], peft.layout(layout))
+        adapted = nnx.merge(graphdef, state["params"], state["model_state"])
+        base = c.train.init_from
+        commit = run_dir.hub_commits(workdir).get(base)
+        name = base.removeprefix("hf:").partition("@")[0] if hub.is_id(base) else base
+        texts[weights.ADAPTER_CONFIG] = peft.config(adapted, layout, name, commit)
+        _write_missing(unfinished, texts)
+        write_tensors(unfinished, tensors, dtype=dtype or "float32", weights=peft.WEIGHTS)
+
+
+def _format_of(workdir: Path, family: Family, name: str | None) -> tuple[str, WeightFormat]:
+    """A format of the family of a run, by default the first one."""
+    known = weights.formats(family.name)
+    name = name or next(iter(known))
+    if name not in known:
+        raise ValueError(
+            f"--format={name} is not for {workdir}, which holds a {family.name}; one of {', '.join(known)}"
+        )
+    return name, known[name]
+
+
+def _tokenizer_of(workdir: Path) -> Tokenizer | None:
+    spec = RunWeights(workdir).tokenizer
+    return None if spec is None else make_tokenizer(spec)
 
 
 def _export_tokenizer(workdir: Path, target: Path, config: dict[str, Any], ends: bool) -> None:

@@ -450,7 +450,7 @@ def test_inputs_that_cannot_be_imported_are_refused(tmp_path, content, options, 
     assert not (tmp_path / "run").exists()
 
 
-def test_options_of_another_family_are_refused(llama, tmp_path):
+def test_options_of_another_family_are_refused(llama, clip, tmp_path):
     source, run = llama
     with pytest.raises(ValueError, match=r"--image_size=32 is for image models, .* holds a llama"):
         convert.import_weights(source, tmp_path / "run", image_size=32)
@@ -458,6 +458,8 @@ def test_options_of_another_family_are_refused(llama, tmp_path):
         ValueError, match=r"--format=open_clip is not for .* holds a llama; one of hf_llama"
     ):
         convert.export_weights(run, tmp_path / "out", "open_clip")
+    with pytest.raises(ValueError, match=r"--adapter is for language models, not for hf_clip"):
+        convert.export_adapter(clip[1], tmp_path / "out")
 
 
 def edit(path: Path, **changes: Any) -> None:

@@ -3208,6 +3208,18 @@ COMMANDS = [
         ),
     ),
     *_in(
+        "families/peft.py",
+        "families/test_peft.py",
+        ("lora_alpha=adapter.scale * rank", "lora_alpha=adapter.scale"),
+        ('("a", "lora_A"), ("b", "lora_B")', '("a", "lora_B"), ("b", "lora_A")'),
+    ),
+    *_in(
+        "convert.py",
+        "families/test_peft.py",
+        ("    del texts[weight_format.config_file]", "    "),
+        ("hub_commits(workdir).get(base)", "hub_commits(workdir).get(workdir)"),
+    ),
+    *_in(
         "convert.py",
         "test_convert.py",
         ("dtype=model.param_dtype,\n            weights", 'dtype="float32",\n            weights'),

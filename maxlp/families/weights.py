@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from maxlp.data.tokenizers import Tokenizer
 
 Array = np.ndarray
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT; beside it is no model
 
 
 class Transform(NamedTuple):
@@ -208,6 +209,12 @@ def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFo
             model_type = config.get("model_type")
             known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
             raise ValueError(f"{source / file}: {model_type=} is not supported; one of {', '.join(known)}")
+    if (source / ADAPTER_CONFIG).exists():
+        base = read_config(source / ADAPTER_CONFIG).get("base_model_name_or_path")
+        raise ValueError(
+            f"{source} holds an adapter of PEFT and not the model {base}, which it belongs to; merge them "
+            "with PEFT (merge_and_unload, save_pretrained), and give the merged model"
+        )
     config_files = " nor ".join(dict.fromkeys(one.config_file for one in tried.values()))
     raise ValueError(f"{source} holds no model: there is neither {config_files}")
 

@@ -36,6 +36,7 @@ from maxlp.runtime.safetensors import Tensors, index_of
 
 SMALL_FILES = (
     *("config.json", "processor_config.json", "preprocessor_config.json", "open_clip_config.json"),
+    weights.ADAPTER_CONFIG,  # which is refused
     *(*tokenizers.FILES, *tokenizers.COMPANIONS),
 )
 SOURCES = "give a run, a folder of weights, or hf:ORG/NAME of the Hub"
@@ -238,7 +239,8 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"{key}={spec} {found}; {SOURCES}")
-    is_other = any((path / name).exists() for name in ("config.json", "open_clip_config.json"))
+    configs = ("config.json", "open_clip_config.json", weights.ADAPTER_CONFIG)
+    is_other = any((path / name).exists() for name in configs)
     if is_other and not (path / "checkpoints").is_dir() and not (path / "run.json").exists():
         return LibraryWeights(str(path))
     return RunWeights(path)

@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 
 from maxlp import convert
-from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families.clip import hf
 from maxlp.optim import eval_params
@@ -26,10 +25,9 @@ from maxlp.run.pretrained import published_params
 from maxlp.run.settings import read
 from maxlp.run.tokenizer import prepare_tokenizer
 from maxlp.runtime import hub
-from maxlp.runtime.checkpoint import Checkpointer
 from maxlp.runtime.safetensors import Tensors, write_tensors
 from tests.families.clip import goldens
-from tests.pretrained import TEXTS, TOKENS, write_llama
+from tests.pretrained import TEXTS, TOKENS, configured, save_run, write_llama
 from tests.run.fixtures import changed, load
 
 ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=64)
@@ -44,32 +42,12 @@ def folder(tmp_path_factory) -> Path:
     return write_llama(tmp_path_factory.mktemp("hf") / "model", **changes)
 
 
-def configured(workdir: Path, source: Any, swap: str | None = None, **overrides: Any):
-    """The config of ``train --from=SOURCE`` with the debug config and these flags."""
-    overrides = {key.replace("__", "."): value for key, value in overrides.items()}
-    c = changed(load("debug"), {"data.seq_len": 32} | overrides)
-    return pretrained.configure(c, workdir, str(source), swap, overrides)
-
-
 def initial_params(c, workdir: Path, devices: int = 1) -> dict:
     """The parameters before the first step."""
     run = resolve(c, jax.devices()[:devices])
     with jax.set_mesh(run.mesh):
         _, abstract = run.abstract_state()
         return run.initial_state(abstract, workdir)["params"]
-
-
-def save_run(workdir: Path, c, change=lambda state: state, step: int = 3) -> None:
-    """A run at a step, as training would leave it, with some change of its initial state."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    run = resolve(c, jax.devices()[:1])
-    prepare_tokenizer(run.settings, workdir)
-    with jax.set_mesh(run.mesh), Checkpointer(workdir / "checkpoints", every_steps=1) as checkpoints:
-        _, abstract = run.abstract_state()
-        state = change(run.initial_state(abstract, workdir))
-        fingerprint = make_tokenizer(str(workdir / "tokenizer.json")).fingerprint
-        checkpoints.save(step, state, {"settings": {"tokenizer": fingerprint}})
-    run_dir.record_launch(workdir, c, 0, 1)
 
 
 def assert_same(a: Any, b: Any) -> None:
