@@ -23,7 +23,9 @@ import dataclasses
 import fcntl
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from maxlp.run.settings import Settings, read
 from maxlp.run.tokenizer import saved_tokenizer
 from maxlp.runtime import distributed, files
 from maxlp.runtime.distributed import print_primary
+from maxlp.runtime.messages import format_seconds
 from maxlp.schema import NotNegative
 
 
@@ -237,18 +240,33 @@ def evaluate(c: ConfigDict, s: Settings, workdir: Path, mesh: Mesh) -> tuple[dic
     linear_probe = s.family.linear_probe if flags.FLAGS.linear_probe else None
     train = probe_data(s, tokenizer, validation.classes, mesh) if linear_probe else None
     run = s.family.evaluator(graphdef, s.model, s.data, s.loss, validation)
-    results = run(state, lambda: one_pass(validation, mesh))
+    results = run(state, lambda: counted(one_pass(validation, mesh)))
     if linear_probe:
         found = linear_probe(
             graphdef,
             state,
-            one_pass(train, mesh),
-            one_pass(validation, mesh),
+            counted(one_pass(train, mesh)),
+            counted(one_pass(validation, mesh)),
             num_classes=len(validation.classes),
             l2=flags.FLAGS.l2,
         )
         results |= {f"linear_probe_{name}": value for name, value in found.items()}
     return results, step, source
+
+
+def counted(batches: Iterable[dict]) -> Iterator[dict]:
+    """The batches, counted on a terminal; how many follow is not known before texts are packed."""
+    if not (sys.stderr.isatty() and distributed.is_primary()):
+        yield from batches
+        return
+    start = time.monotonic()
+    try:
+        for number, batch in enumerate(batches, 1):
+            elapsed = format_seconds(time.monotonic() - start)
+            print(f"\r\x1b[Kbatch {number:,}  {elapsed}", end="", file=sys.stderr, flush=True)
+            yield batch
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def probe_data(s: Settings, tokenizer: str, classes: Sequence[str], mesh: Mesh) -> Any:

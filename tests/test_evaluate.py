@@ -1,8 +1,10 @@
 """How `evaluate` uses a run's settings. (Tests of the families check the numbers of its evaluators.)"""
 
 import dataclasses
+import io
 import json
 import re
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +15,15 @@ from ml_collections import ConfigDict
 
 from maxlp import evaluate
 from maxlp.data.image_text import make_data
-from maxlp.evaluate import formatted, locked, make_mesh, of_same_model, on_training_data, probe_data
+from maxlp.evaluate import (
+    counted,
+    formatted,
+    locked,
+    make_mesh,
+    of_same_model,
+    on_training_data,
+    probe_data,
+)
 from maxlp.families.llama import harness
 from maxlp.parallel import sharding
 from maxlp.run import run_dir
@@ -33,6 +43,17 @@ def test_results_take_few_digits():
     values = {0.25: "0.2500", 3.98: "3.9800", 12.0: "12", 137_496: "137,496", 5.3e43: "5.3e+43"}
     values |= {float("inf"): "inf", 1: "1.0000", 1234.5: "1,234"}
     assert {value: formatted(value) for value in values} == values
+
+
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "batch 1,001"), (False, "")])
+def test_a_terminal_shows_how_many_batches_are_done(is_terminal, shown, monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    batches = [{"number": n} for n in range(1001)]
+    assert [*counted(batches)] == batches
+    lines = stream.getvalue().split("\r\x1b[K")  # each replaces the one before
+    assert lines[-1] == "" and lines[-2:][0].startswith(shown)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
         raise ValueError(f"{spec} needs huggingface_hub: pip install 'maxlp[hf]'") from None
     repo, revision = match[1], (match[2] or "@main")[1:]
     url = f"{constants.ENDPOINT}/{repo}"
+    mistyped = "" if os.path.lexists(repo) else f", nor is there a folder ./{repo} here"
     fetched = constants.HF_HUB_CACHE, spec, commits.get(spec), *patterns
     if fetched in _folders:
         return _folders[fetched]
@@ -65,7 +66,8 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ValueError(
-            f"{spec}: there is no {url}, or it is private; correct the name, or log in with `hf auth login`"
+            f"{spec}: there is no {url}, or it is private{mistyped}; correct the name, or log in with "
+            "`hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
         raise ValueError(f"{spec}: no revision {revision} in {url}; give a branch, tag or commit") from None
@@ -74,10 +76,10 @@ def fetch(spec: str, patterns: Sequence[str]) -> Path:
     except OSError as error:  # all others of the library, and those of the network
         where = f"is not complete in the cache {constants.HF_HUB_CACHE}"
         if constants.HF_HUB_OFFLINE:
-            raise ValueError(f"{spec} {where}; unset HF_HUB_OFFLINE, or give a folder") from None
+            raise ValueError(f"{spec} {where}{mistyped}; unset HF_HUB_OFFLINE, or give a folder") from None
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise ConnectionError(
-            f"{spec} {where}, and {constants.ENDPOINT} does not answer ({reason})"
+            f"{spec} {where}, and {constants.ENDPOINT} does not answer ({reason}){mistyped}"
         ) from error
     commits[spec] = Path(folder).name
     _folders[constants.HF_HUB_CACHE, spec, commits[spec], *patterns] = Path(folder)
