@@ -420,8 +420,8 @@ def _read_template(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
         template = data.decode(errors="replace")
     if not isinstance(template, str):
         raise ValueError(
-            f"it has no chat template; put a {CHAT_TEMPLATE} beside the tokenizer that data.tokenizer names"
-            ", or add ?chat_template=FILE, or ?chat_template=plain for a simple one, to data.tokenizer"
+            f"it has no chat template; put a {CHAT_TEMPLATE} beside it (for a run, into the workdir), or "
+            "add ?chat_template=FILE or ?chat_template=plain to the tokenizer for training or prepare"
         )
     own = {key: names[i] for key, i in ids.items() if i in names and key not in config}
     return template, own | special_names(config)  # a token that is null in the config has no name

@@ -236,8 +236,8 @@ def find(spec: str, key: str = "config.train.init_from") -> RunWeights | Library
     if hub.is_id(spec):
         return LibraryWeights(spec)
     path = files.local_path(spec, key)
-    if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
+    if not path.is_dir() or not any(path.iterdir()):
+        found = "is empty" if path.is_dir() else "is a file" if path.exists() else "does not exist"
         raise ConfigError(f"{key}={spec} {found}; {SOURCES}")
     configs = ("config.json", "open_clip_config.json", weights.ADAPTER_CONFIG)
     is_other = any((path / name).exists() for name in configs)

@@ -427,7 +427,7 @@ def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, r"no chat template; .* that data.tokenizer names, .*=FILE, or \?chat_template=plain"),
+        (None, r"no chat template; .* into the workdir.*=FILE or \?chat_template=plain"),
         ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
         ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
         ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),

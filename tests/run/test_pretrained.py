@@ -140,11 +140,13 @@ def test_what_acts_in_training_comes_from_the_config_file(folder, tmp_path):
 
 
 def test_what_holds_no_weights_is_refused_with_what_does(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
     ways_out = r"; give a run, a folder of weights, or hf:ORG/NAME of the Hub$"
     for source, found in (
         (tmp_path / "nowhere", "does not exist"),
         (folder / "config.json", "is a file"),
         (tmp_path, r"holds no config\.json"),
+        (tmp_path / "empty", "is empty"),
     ):
         with pytest.raises(ConfigError, match=f"^--from={re.escape(str(source))} {found}{ways_out}"):
             configured(tmp_path / "run", source)

@@ -1,10 +1,12 @@
 """Prepared TensorFlow Datasets, through their random-access data source; TensorFlow is not needed."""
 
+import os
 from typing import Any
 
 from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
 from maxlp.data.specs import import_extra, one_line
+from maxlp.runtime.files import is_url
 
 TEXT_KEYS = {"text_key": "text"}
 IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}
@@ -97,5 +99,7 @@ def open_tfds(
             raise ValueError(f"option {option!r} is for images; text takes {', '.join(keys)}")
         if key is not None:
             keys[option] = key
+    if data_dir and not is_url(data_dir) and not os.path.isdir(os.path.expanduser(data_dir)):
+        raise ValueError(f"data_dir={data_dir} is not a folder; give the one that `tfds build` wrote to")
     examples = TfdsExamples(spec.path, spec.split, data_dir or None, keys)
     return Source(spec, examples, classes=examples.classes)

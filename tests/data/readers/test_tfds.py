@@ -31,6 +31,7 @@ def test_errors(toy_text):
     assert "option 'image_key' is for images" in error_of(f"{toy_text}&image_key=body")
     message = error_of("tfds:no_such_dataset")
     assert "no_such_dataset" in message and "tfds build" in message
+    assert "data_dir=/nowhere is not a folder; give" in error_of("tfds:lm1b?data_dir=/nowhere")
 
 
 def test_images_stay_encoded(monkeypatch):
