@@ -71,7 +71,9 @@ def test_switches_and_their_keys_exist():
     functions = [("precision.loss_scale", DynamicLossScale)]
     for name in families.FAMILIES:
         functions += sections(families.get(name)).items()
-    known = {f"{name}.{key}" for name, function in functions for key in inspect.signature(function).parameters}
+    known = set()
+    for section, function in functions:
+        known |= {f"{section}.{key}" for key in inspect.signature(function).parameters}
     for path, _, keys in SWITCHES:
         section, _, _ = path.rpartition(".")
         assert {path, *(f"{section}.{key}" for key in keys)} <= known
