@@ -228,7 +228,7 @@ def test_an_update_keeps_no_zeros_in_memory(name):
 def test_rounded_parameters_are_updated_in_place(tmp_path):
     """Of the stacks of kernels of gate and up, only the moments are in float32, and none is copied.
 
-    XLA kept the sums of all parameters and their updates in float32, and rounded them with their norm.
+    With their norm in the step, XLA kept the sums of all parameters and their updates in float32.
     Where the stochastic rounding of both stacks used the same counters, it updated both in one loop, and
     copied moments.
     """
@@ -236,6 +236,15 @@ def test_rounded_parameters_are_updated_in_place(tmp_path):
     _, _, program = (tmp_path / "step.txt").read_text().partition("\nENTRY ")
     results = " ".join(re.findall(r" = (.*?) (?:fusion|copy)\(", program))
     assert results.count("f32[8,1024,4096]") == 4
+
+
+@pytest.mark.aot("jax_cuda13_plugin")
+def test_one_kernel_updates_moments_and_parameters(tmp_path):
+    """Those of the stacks of gate and up: a second kernel would read the moments again."""
+    compiled_for("h100:1x1", {}, str(tmp_path / "step.txt"))
+    _, _, program = (tmp_path / "step.txt").read_text().partition("\nENTRY ")
+    stacks = [results.count("f32[8,1024,4096]") for results in re.findall(r" = (.*?) fusion\(", program)]
+    assert stacks.count(3) == 2
 
 
 @pytest.mark.aot("jax_cuda13_plugin")
