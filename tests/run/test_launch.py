@@ -78,7 +78,7 @@ def test_a_dry_run_traces_the_step(tmp_path, corpus, monkeypatch):
     def fail(*_):
         raise ValueError("of the program")
 
-    monkeypatch.setattr(train_step, "global_norm", fail)
+    monkeypatch.setattr(train_step, "squared_norm", fail)
     c = changed(load("debug"), TINY["llama"] | {"data.source": f"text:{corpus}"})
     lock = SimpleNamespace(workdir=tmp_path / "run")
     with contextlib.ExitStack() as stack, pytest.raises(ValueError, match=r"^of the program"):
