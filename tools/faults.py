@@ -2836,6 +2836,11 @@ RUNTIME = [
             "::test_only_the_first_of_several_processes_copies_the_metrics_from_the_bucket",
         ),
         (
+            "create=not content)",
+            "create=False)",
+            "::test_of_two_processes_that_start_at_the_same_time_one_trains",
+        ),
+        (
             'b"\\n", create=True)  # of',
             'b"\\n")  # of',
             "runtime/test_new_folder.py::"

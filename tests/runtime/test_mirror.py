@@ -1,5 +1,6 @@
 """The local copy of a run's small files, and the lock of a run in a bucket."""
 
+import itertools
 import json
 import os
 import signal
@@ -250,6 +251,19 @@ def test_on_another_machine_the_count_decides(bucket):
         patch.setattr(second, "_content", lambda: json.dumps(record | {"count": next(reads)}).encode())
         with pytest.raises(ValueError, match="process 1 on other has been running there since 2026"):
             second.acquire()
+
+
+def test_of_two_processes_that_start_at_the_same_time_one_trains(bucket, monkeypatch):
+    """The other one has found no lock, and then cannot create it."""
+    record = {"host": "other", "pid": 1, "boot": "another", "since": "2026", "token": "t", "count": 0}
+    content = json.dumps(record).encode()
+    storage.write(f"{bucket}/lock", content)
+    with lock.open_lock(opened(bucket)) as second:
+        reads = itertools.chain([b""], itertools.repeat(content))
+        monkeypatch.setattr(second, "_content", lambda: next(reads))
+        with pytest.raises(ValueError, match="process 1 on other has been running there since 2026"):
+            second.acquire()
+    assert storage.read(f"{bucket}/lock") == content
 
 
 def test_a_process_that_replaces_itself_finds_its_own_lock(bucket):
