@@ -47,7 +47,7 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
 
 def num_filled(num_layers: int, axis_sizes: Mapping[str, int]) -> int:
     """The number of layers of `fill_layers`, for a mesh with axes of these sizes."""
-    if axis_sizes.get("stage", 1) > 1:
+    if num_layers == 1 or axis_sizes.get("stage", 1) > 1:
         return num_layers
     devices = math.prod(axis_sizes.get(axis, 1) for axis in ORDER)
     return -(-num_layers // devices) * devices
@@ -56,7 +56,8 @@ def num_filled(num_layers: int, axis_sizes: Mapping[str, int]) -> int:
 def fill_layers(x: jax.Array) -> jax.Array:
     """Appends zeros to (*layers, m, n), so that the devices of a mesh divide the number of layers.
 
-    Not where stages split the layers already: the appended ones would all be on the last stage.
+    Not where stages split the layers already: the appended ones would all be on the last stage. Nor a
+    single layer, as with released gradients: one device would have all the work.
     """
     if x.ndim < 3:
         return x

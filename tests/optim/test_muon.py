@@ -122,6 +122,7 @@ def test_the_state_is_that_of_earlier_checkpoints():
         (dict(fsdp=2, context=2, tensor=2), 8, 1.1, 12),
         (dict(fsdp=4), 6, 8 / 6 * 1.1, 4),  # with two layers of zeros
         (dict(fsdp=2, tensor=2, data=2), 3, 4 / 3 * 1.1, 8),
+        (dict(fsdp=4), 1, 1.6, 8),  # of a single layer, all split the long side
         (dict(stage=2, fsdp=2), 2, 1.3, 8),  # fsdp splits the long side: two devices square a Gram matrix
     ],
     ids=str,
