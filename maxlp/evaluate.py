@@ -56,8 +56,9 @@ def define_flags() -> None:
     flags.adopt_module_key_flags(cli)
     flags.DEFINE_bool("linear_probe", False, "CLIP: also fit a linear classifier to the image features.")
     flags.DEFINE_float("l2", 1e-4, "Weight decay of the linear probe.", lower_bound=0.0)
-    flags.DEFINE_list("lm_eval", [], "Llama, Qwen3: tasks of lm-eval (pip install 'maxlp[lm_eval]').")
+    flags.DEFINE_list("lm_eval", [], "Llama, Qwen3: tasks of lm-eval (pip install 'maxlp[lm-eval]').")
     flags.DEFINE_string("lm_eval_include", None, "Folder with further tasks of lm-eval, as YAML files.")
+    flags.DEFINE_bool("lm_eval_apply_chat_template", False, "Ask in the tokenizer's chat template.")
     flags.DEFINE_integer("lm_eval_num_fewshot", None, "Examples per prompt; by default the task's own.")
     flags.DEFINE_integer("lm_eval_limit", None, "Use only this many examples of each task.", lower_bound=1)
     flags.DEFINE_integer("step", None, "Checkpoint to evaluate; the newest by default.", lower_bound=0)
@@ -145,8 +146,8 @@ def check_flags() -> None:
     if f.lm_eval:
         unused: dict[str, str] = dict.fromkeys(("config", "linear_probe", "l2"), "with --lm_eval")
     else:
-        own = ("lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
-        unused = dict.fromkeys(own, "without --lm_eval")
+        own = ("include", "apply_chat_template", "num_fewshot", "limit")
+        unused = dict.fromkeys([f"lm_eval_{name}" for name in own], "without --lm_eval")
         if not f.linear_probe:
             unused["l2"] = "without --linear_probe"
     for name, why in unused.items():
@@ -156,11 +157,13 @@ def check_flags() -> None:
 
 def run_lm_eval(workdir: Path) -> None:
     """Runs the tasks of --lm_eval; results of other tasks at the same step stay in the file."""
+    from maxlp.data.chat import make_chat
     from maxlp.families.llama import harness
 
     f, language = flags.FLAGS, LanguageModel(workdir)
     if jax.process_count() > 1:
         raise ValueError(f"--lm_eval runs in one process, not in {jax.process_count()}")
+    chat = make_chat(language.tokenizer, language.tokenizer_spec) if f.lm_eval_apply_chat_template else None
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
         results, table = harness.evaluate(
@@ -168,6 +171,7 @@ def run_lm_eval(workdir: Path) -> None:
             language.tokenizer,
             f.lm_eval,
             max_len=language.model.max_seq_len,
+            chat=chat,
             include=f.lm_eval_include,
             num_fewshot=f.lm_eval_num_fewshot,
             limit=f.lm_eval_limit,

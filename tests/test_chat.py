@@ -78,7 +78,7 @@ def test_conversations_are_prepared(shown):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="needs pip install 'maxlp[lm_eval]'"
+    importlib.util.find_spec("lm_eval") is None, reason="needs pip install 'maxlp[lm-eval]'"
 )
 def test_a_task_of_ones_own_is_evaluated(shown):
     out = shown("lm_eval")

@@ -203,7 +203,8 @@ def test_two_evaluations_at_once_wait_for_each_other(tmp_path):
 @pytest.fixture
 def lm_eval(monkeypatch):
     """An evaluation at step 3 with one result."""
-    names = ("step", "lm_eval", "lm_eval_include", "lm_eval_num_fewshot", "lm_eval_limit")
+    options = ("include", "apply_chat_template", "num_fewshot", "limit")
+    names = ("step", "lm_eval", *(f"lm_eval_{name}" for name in options))
     monkeypatch.setattr(evaluate.flags, "FLAGS", SimpleNamespace(**dict.fromkeys(names)))
     language = SimpleNamespace(
         restore=lambda *_: None, tokenizer=None, model=SimpleNamespace(max_seq_len=8), step=3

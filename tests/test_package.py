@@ -1,7 +1,9 @@
 """The package: the command `maxlp`, presets by name from any folder, and what a wheel holds."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -64,6 +66,13 @@ def test_a_missing_config_lists_the_presets(name):
     with pytest.raises(ValueError, match=r"presets: clip/b16, .*qwen3/finetune$") as error:
         config.config_file(name)
     assert ("did you mean llama/debug?" in str(error.value)) == (name == "llama/debg")
+
+
+def test_old_pip_knows_every_extra_by_its_name():
+    """The pip of Python 3.11's `venv` does not normalize a name that a user writes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert [*extras] == [re.sub("[-_.]+", "-", name).lower() for name in extras]
 
 
 @pytest.fixture(scope="module")

@@ -1615,6 +1615,8 @@ LLAMA = [
             "ids[: self._max_len - new]",
             "::test_answers_are_greedy_and_end_before_a_stop",
         ),
+        # Answers of a chat model that go on with the next turn.
+        ("chat.encode_rendered, chat.end_id", "chat.encode_rendered, tokenizer.eos_id"),
     ),
 ]
 
@@ -3173,7 +3175,7 @@ COMMANDS = [
     *_in(
         "families/llama/likelihood.py",
         "families/llama/test_likelihood.py",
-        ("core = context.rstrip()", "core = context"),
+        ("encode(context.rstrip())", "encode(context)"),
         ("ids[max(0, end - max_len) : begin + 1]", "ids[begin : begin + 1]"),
         ("part + part[-1:] * (size - len(part))", "part"),
         ("[-max_len - 1 :]", "[: max_len + 1]"),

@@ -214,6 +214,18 @@ class Chat:
         """The token ids of messages and generation prompt, after which a model writes its answer."""
         return self._encode(self._render_parts(messages, prompt=True))[0].tolist()
 
+    def render_prompt(self, messages: Messages) -> str:
+        """The text of messages and generation prompt.
+
+        Raises:
+          ValueError: the template raises.
+        """
+        return self._render(messages, prompt=True)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The token ids of a rendered text. Unlike for `prompt`, messages can spell special tokens."""
+        return self._library.encode(text, add_special_tokens=False).ids
+
     def encode(self, messages: Messages) -> np.ndarray:
         """The tokens of a conversation, int32 [T]; a token outside the answers is its complement `~id`.
 

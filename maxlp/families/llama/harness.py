@@ -1,9 +1,10 @@
 """Benchmarks of EleutherAI's `lm-eval` on a Llama; needs the extra `lm_eval`.
 
 The library makes the prompts and computes the metrics; this module answers its three kinds of requests.
-Every text begins with the token that begins documents in training.
+Every text begins with the token that begins documents in training, or as a chat template has it.
 """
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from flax import nnx
 
+from maxlp.data.chat import Chat, Messages
 from maxlp.data.specs import import_extra
 from maxlp.data.tokenizers import Tokenizer
 from maxlp.families.llama import likelihood
@@ -25,6 +27,7 @@ def evaluate(
     tasks: Sequence[str],
     *,
     max_len: int,
+    chat: Chat | None = None,
     include: str | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
@@ -34,6 +37,7 @@ def evaluate(
     Args:
       tasks: names of tasks, groups or tags.
       max_len: how many tokens the model reads.
+      chat: a template, in which prompts become messages of the user; None leaves them as they are.
       include: folder with further tasks, as YAML files.
       num_fewshot: examples before each question; None for each task's own number.
       limit: use only the first examples of each task.
@@ -42,7 +46,7 @@ def evaluate(
       ValueError: an unknown task, or the library is not installed.
     """
     lm_eval, api, library_tasks, utils = (
-        import_extra(module, "lm_eval")
+        import_extra(module, "lm-eval")
         for module in ("lm_eval", "lm_eval.api.model", "lm_eval.tasks", "lm_eval.utils")
     )
 
@@ -51,7 +55,7 @@ def evaluate(
 
         def __init__(self) -> None:
             super().__init__()
-            self.questions = Questions(model, tokenizer, max_len)
+            self.questions = Questions(model, tokenizer, max_len, chat)
 
         def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
             return self.questions.loglikelihood([request.args for request in requests])
@@ -61,6 +65,17 @@ def evaluate(
 
         def generate_until(self, requests: list) -> list[str]:
             return self.questions.generate_until([request.args for request in requests])
+
+        def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
+            assert chat is not None
+            if add_generation_prompt:
+                return chat.render_prompt(chat_history)
+            *messages, begun = chat_history  # the model continues an answer that the task begins
+            return chat.render_prompt(messages) + begun["content"]
+
+        @property
+        def tokenizer_name(self) -> str:
+            return "maxlp"  # for a cache of requests, which is not used
 
     manager = library_tasks.TaskManager(include_path=include)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
@@ -75,8 +90,10 @@ def evaluate(
         num_fewshot=num_fewshot,
         limit=limit,
         log_samples=False,
+        apply_chat_template=chat is not None,
     )
-    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+    results["chat_template"] = dict.fromkeys(results["results"], chat is not None)
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "chat_template", "higher_is_better")
     table = "\n".join(
         utils.make_table(results, part) for part in ("results", "groups") if results.get(part)
     )
@@ -84,14 +101,22 @@ def evaluate(
 
 
 class Questions:
-    """What `lm-eval` asks: likelihoods of continuations and of texts, and greedy or sampled answers."""
+    """What `lm-eval` asks: likelihoods of continuations and of texts, and greedy or sampled answers.
 
-    def __init__(self, model: nnx.Module, tokenizer: Tokenizer, max_len: int):
+    With a ``chat``, contexts are rendered conversations, and answers end with its end of a turn.
+    """
+
+    def __init__(self, model: nnx.Module, tokenizer: Tokenizer, max_len: int, chat: Chat | None = None):
         self._model, self._tokenizer, self._max_len = model, tokenizer, max_len
+        if chat is None:
+            self._encode = functools.partial(likelihood.encode_document, tokenizer)
+            self._end_id = tokenizer.eos_id
+        else:
+            self._encode, self._end_id = chat.encode_rendered, chat.end_id
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """For each (context, continuation), its log-likelihood and whether it is the greedy one."""
-        encoded = [likelihood.encode_pair(self._tokenizer, *pair) for pair in pairs]
+        encoded = [likelihood.encode_pair(self._encode, *pair) for pair in pairs]
         return likelihood.score(self._model, encoded, self._max_len)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
@@ -108,7 +133,7 @@ class Questions:
         for number, (context, options) in enumerate(requests):
             new = options.get("max_gen_toks", NEW_TOKENS)
             new = new if new < self._max_len else self._max_len // 2  # leaves room for the question
-            ids = [self._tokenizer.bos_id, *self._tokenizer.encode(context).tolist()]
+            ids = self._encode(context)
             prompts.append(ids[-(self._max_len - new) :])
             groups[padded_length(len(prompts[-1])), new, _sampling(options)].append(number)
         texts = [""] * len(requests)
@@ -120,7 +145,7 @@ class Questions:
                     max_new_tokens=new,
                     sampling=sampling,
                     seed=rows[0],  # another one for each batch
-                    eos_id=self._tokenizer.eos_id,
+                    eos_id=self._end_id,
                 )
                 for number, row in zip(rows, made, strict=True):
                     texts[number] = self._text(prompts[number], row, requests[number][1].get("until"))

@@ -5,7 +5,7 @@ Shape letters: B rows · S length.
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,23 @@ LENGTH_STEP = 128  # lengths are padded to multiples of it, as attention kernels
 Ids = Sequence[int]
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The tokens of a context, from the beginning of a document on, and those of its continuation.
+def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, after the one that begins documents in training."""
+    return [tokenizer.bos_id, *(tokenizer.encode(text).tolist() if text else [])]
+
+
+def encode_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str
+) -> tuple[list[int], list[int]]:
+    """The tokens of a context and those of its continuation.
 
     White space at the end of the context moves to the continuation, as tokenizers join it with a word.
+
+    Args:
+      encode: the tokens of a text from its beginning on, such as `encode_document`.
     """
-    core = context.rstrip()
-    begin = tokenizer.encode(core).tolist() if core else []
-    whole = tokenizer.encode(context + continuation).tolist()
-    return [tokenizer.bos_id, *begin], whole[len(begin) :]
+    begin, whole = encode(context.rstrip()), encode(context + continuation)
+    return begin, whole[len(begin) :]
 
 
 def rolling(tokenizer: Tokenizer, text: str, max_len: int) -> list[tuple[list[int], list[int]]]:
@@ -38,7 +46,7 @@ def rolling(tokenizer: Tokenizer, text: str, max_len: int) -> list[tuple[list[in
 
     Each continuation has up to `max_len` tokens; the last one has as much context as the model reads.
     """
-    ids = [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
+    ids = encode_document(tokenizer, text)
     ends = [min(begin + max_len, len(ids) - 1) for begin in range(0, len(ids) - 1, max_len)]
     return [
         (ids[max(0, end - max_len) : begin + 1], ids[begin + 1 : end + 1])

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.data.chat import Chat
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.families.llama import harness
 from maxlp.families.llama.harness import Questions
 from tests.data.chats import write_tokenizer
 from tests.fixtures import make_llama
 
-pytest.importorskip("lm_eval", reason="needs pip install 'maxlp[lm_eval]'")
+pytest.importorskip("lm_eval", reason="needs pip install 'maxlp[lm-eval]'")
 
 CHOICE = """\
 task: choose
@@ -82,6 +83,33 @@ def test_tasks_from_local_files_have_the_metrics_of_our_likelihoods(tmp_path, mo
     assert results["results"]["read"]["bits_per_byte,none"] == pytest.approx(nats / np.log(2) / num_bytes)
     assert results["results"]["answer"]["exact_match,none"] == 0.5
     assert "choose" in table and "bits_per_byte" in table
+
+
+def test_a_chat_template_makes_turns_of_examples_and_questions(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    tokenizer = make_tokenizer(write_tokenizer(tmp_path / "tokenizer"))
+    model, chat = make_llama(vocab_size=tokenizer.vocab_size, max_seq_len=256)(nnx.Rngs(0)), Chat(tokenizer)
+    asked = []
+
+    def generate_until(_, pairs):
+        asked.extend(pairs)
+        return [""] * len(pairs)
+
+    monkeypatch.setattr(Questions, "generate_until", generate_until)
+    write(tmp_path / "answer.jsonl", [dict(question="why", text="no"), dict(question="who", text="I")])
+    examples = "fewshot_split: test\nfewshot_config: {sampler: first_n}\n"
+    begun = 'gen_prefix: "because"\n'
+    for name, more in (("answer", examples), ("begun", begun)):
+        task = ANSWER.replace("FOLDER", str(tmp_path)).replace("task: answer", f"task: {name}")
+        (tmp_path / f"{name}.yaml").write_text(task + more)
+    how = dict(max_len=256, chat=chat, include=str(tmp_path))
+    results, _ = harness.evaluate(model, tokenizer, ["answer"], num_fewshot=1, **how)
+    assert results["chat_template"] == {"answer": True}
+    turns = [("user", "why"), ("assistant", "no"), ("user", "who")]
+    messages = [dict(role=role, content=content) for role, content in turns]
+    assert asked[1][0] == chat.render_prompt(messages)
+    harness.evaluate(model, tokenizer, ["begun"], limit=1, **how)
+    assert asked[-1][0] == chat.render_prompt(messages[:1]) + "because"
 
 
 def test_an_unknown_task_is_refused():

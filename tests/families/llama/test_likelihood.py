@@ -1,10 +1,13 @@
 """Likelihoods against log-softmaxes in NumPy of one sequence at a time."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from maxlp.data.chat import Chat
 from maxlp.data.tokenizers import make_tokenizer
 from maxlp.families.llama import harness, likelihood
 from maxlp.families.llama.harness import Questions
@@ -103,7 +106,8 @@ def test_white_space_belongs_to_the_continuation(tokenizer):
         (" ", "x"),
         ("a\n", ""),
     ):
-        begin, rest = likelihood.encode_pair(tokenizer, context, continuation)
+        encode = functools.partial(likelihood.encode_document, tokenizer)
+        begin, rest = likelihood.encode_pair(encode, context, continuation)
         assert begin == [tokenizer.bos_id, *tokenizer.encode(context.rstrip())]
         assert [*begin[1:], *rest] == tokenizer.encode(context + continuation).tolist()
 
@@ -161,6 +165,29 @@ def test_an_answer_as_long_as_the_model_reads_leaves_room_for_the_question(model
         )
 
 
+def test_in_a_chat_template_answers_are_turns(model, tokenizer, log_probs):
+    chat = Chat(tokenizer)
+    questions = Questions(model, tokenizer, MAX_LEN, chat)
+    messages = [{"role": "user", "content": "why?"}]
+    context, prompt = chat.render_prompt(messages), chat.prompt(messages)
+    found = questions.loglikelihood([(context, "because"), (context, "a user")])
+    # The line break at the end of the prompt counts as the beginning of the answer, as in lm-eval.
+    header, line_break = prompt[:-1], prompt[-1:]
+    assert tokenizer.decode(line_break) == "\n"
+    expected = [
+        expected_score(log_probs, header, [*line_break, *tokenizer.encode(answer)])
+        for answer in ("because", "a user")
+    ]
+    assert_scores(found, expected)
+    ids = [*prompt]
+    for _ in range(8):
+        ids.append(int(log_probs(ids)[-1].argmax()))
+    chat.end_id = ids[len(prompt) + 3]  # as if the model ended its turn there
+    [answer] = Questions(model, tokenizer, MAX_LEN, chat).generate_until([(context, {"max_gen_toks": 8})])
+    kept = ids[: ids.index(chat.end_id, len(prompt))]
+    assert answer == tokenizer.decode(kept)[len(tokenizer.decode(prompt)) :]
+
+
 def test_every_sample_of_a_repeated_request_is_another_one(model, tokenizer, monkeypatch):
     """Self-consistency asks for many answers, which fill several batches."""
     monkeypatch.setattr(likelihood, "BATCH_TOKENS", 1)
@@ -172,5 +199,5 @@ def test_every_sample_of_a_repeated_request_is_another_one(model, tokenizer, mon
 
 def test_tasks_without_the_library_name_the_extra(model, tokenizer, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
-    with pytest.raises(ValueError, match=r"lm_eval is not installed; run pip install 'maxlp\[lm_eval\]'"):
+    with pytest.raises(ValueError, match=r"lm_eval is not installed; run pip install 'maxlp\[lm-eval\]'"):
         harness.evaluate(model, tokenizer, ["a"], max_len=MAX_LEN)
