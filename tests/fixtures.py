@@ -150,7 +150,7 @@ class Trainer:
       loss: of the Llama.
       microbatches: of the Llama's gradients.
       released: updates each layer in the backward pass (`core.fused_backward`).
-      gates: as in `train_step.train_step`.
+      gates, optimizer_metrics: as in `train_step.train_step`.
       model: changes of `LLAMA`.
     """
 
@@ -166,6 +166,7 @@ class Trainer:
         released: bool = False,
         tx: optax.GradientTransformation | None = None,
         gates: Gates = NO_GATES,
+        optimizer_metrics: train_step.OptimizerMetrics = train_step.nothing,
         **model: Any,
     ):
         self.mesh = make_mesh() if mesh is None else mesh
@@ -173,7 +174,7 @@ class Trainer:
         self.gradients = gradients or task.loss_gradients(loss, microbatches=microbatches)
         self.tx, self.gates = tx or optax.sgd(1.0), gates
         after_update = task.after_update(llama_config(**model))
-        common = dict(tx=self.tx, after_update=after_update)
+        common = dict(tx=self.tx, after_update=after_update, optimizer_metrics=optimizer_metrics)
         if released:
             step = functools.partial(fused_backward.train_step, loss=task.batch_loss(loss), **common)
         else:
