@@ -7,6 +7,7 @@ JSON objects, one per line.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -225,7 +226,7 @@ def run_lock(workdir):
 def forget():
     """What a new process knows of buckets: nothing."""
     for one in mirror._mirrors.values():
-        files.remove(one.folder)
+        shutil.rmtree(one.folder, ignore_errors=True)  # not `files.remove`, which a holder's bucket follows
     mirror._mirrors.clear()
 
 
