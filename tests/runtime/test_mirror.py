@@ -82,6 +82,16 @@ def test_only_the_first_of_several_processes_copies_the_metrics_from_the_bucket(
     assert names(bucket) == ["metrics.jsonl", "run.json"]
 
 
+def test_of_a_process_without_the_lock_only_the_profile_is_copied(bucket, monkeypatch):
+    monkeypatch.setattr(mirror.jax, "process_count", lambda: 2)
+    folder = opened(bucket)
+    with lock.open_lock(folder):
+        (folder / "profile" / "plugins").mkdir(parents=True)
+        (folder / "profile" / "plugins" / "host1.xplane.pb").write_text("trace")
+        (folder / "metrics.jsonl").write_text("{}")
+    assert names(bucket) == ["profile/plugins/host1.xplane.pb"]
+
+
 def test_a_temporary_folder_that_is_cleaned_takes_nothing_from_the_bucket(bucket):
     folder = opened(bucket)
     with lock.open_lock(folder) as held:

@@ -64,7 +64,18 @@ def test_a_folder_in_a_bucket_is_marked_until_it_is_whole(bucket, monkeypatch):
     with new_folder.unfinished(folder):
         (folder / "weights").write_text("x")
         (folder / "config").write_text("x")
-    assert during == [True] * 3 and storage.find(bucket).keys() == {"config", "weights"}
+        mirror.find(folder).pull()  # as at a barrier: copies the mark, too
+    assert during == [True] * 3
+    assert {path.name for path in folder.iterdir()} == storage.find(bucket).keys() == {"config", "weights"}
+
+
+def test_a_folder_in_a_bucket_that_fails_leaves_nothing(bucket):
+    folder = files.local_path(bucket)
+    with pytest.raises(KeyError), new_folder.unfinished(folder):
+        (folder / "weights").write_text("x")
+        mirror.find(folder).push()
+        raise KeyError
+    assert not storage.find(bucket) and not folder.exists()
 
 
 def test_what_a_killed_process_left_in_a_bucket_is_not_taken_for_a_whole_folder(bucket):
@@ -86,4 +97,5 @@ def test_a_file_that_a_mirror_leaves_out_stays_in_the_bucket(bucket, monkeypatch
     assert not list(folder.iterdir())
     with pytest.raises(ValueError, match="is not empty"), new_folder.unfinished(folder):
         raise KeyError
+    assert storage.find(bucket).keys() == {"corpus.parquet"}
     assert storage.read(f"{bucket}/corpus.parquet") == b"large"
