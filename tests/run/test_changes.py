@@ -129,6 +129,13 @@ def test_a_run_of_another_family_is_named_in_one_sentence(run):
     assert str(error.value) == (
         f"{run} holds a run of another family (config.model.name: 'llama' -> 'clip'); use a new workdir"
     )
+    assert "model.name" in changes.check_config(run, load("debug", family="clip"), allow=True)
+
+
+def test_a_tuple_equals_the_list_that_a_file_holds_instead():
+    """A config of weights has tuples, that of a run lists."""
+    ours, saved = ({"model": {"image_mean": mean}} for mean in ((0.4, 0.5), [0.4, 0.5]))
+    assert not changes.differences(saved, ours)
 
 
 @pytest.mark.parametrize("allow", [False, True])

@@ -90,11 +90,12 @@ def test_histories_of_another_smooth_swiglu_are_not_misread(tmp_path):
 
 
 def test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before(tmp_path):
-    """`Checkpointer.restore_latest` finds it damaged, and restores the newest intact one."""
+    """`Checkpointer.restore_latest` finds it damaged, and restores the newest intact one in use."""
     save(tmp_path, {})
-    for step in ("2", "4"):
+    for step in ("2", "4", "5.rolled_back"):
         shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / step)
-    (tmp_path / "checkpoints" / "2" / "checkpoint.json").write_text('{"step": 2, "arrays": {}}')
+    for step in ("2", "5.rolled_back"):
+        (tmp_path / "checkpoints" / step / "checkpoint.json").write_text('{"step": 2, "arrays": {}}')
     (tmp_path / "checkpoints" / "4" / "checkpoint.json").write_text('{"step": 4, "arr')
     resume(tmp_path, {})
     with pytest.raises(ConfigError, match=re.escape(f"the checkpoints of {tmp_path} do not fit")):

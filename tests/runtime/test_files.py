@@ -29,6 +29,12 @@ def test_a_failed_write_leaves_the_old_content_and_names_the_file(tmp_path, monk
         assert files.read_json(path) == {"starts": [1]} and os.listdir(tmp_path) == ["run.json"]
 
 
+def test_an_error_without_a_number_keeps_its_message():
+    """As those of buckets."""
+    with pytest.raises(OSError, match=r"^access refused$"), files.naming("run.json"):
+        raise OSError("access refused")
+
+
 def test_content_and_name_are_on_disk_in_this_order(tmp_path, monkeypatch):
     path, synced = tmp_path / "a", []
     fsync = os.fsync
