@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from maxlp.nn.attention import flash, ring
+from maxlp.nn.attention import flash, intervals, ring
 from maxlp.nn.attention.dense import dense
 from maxlp.parallel import sharding
 from maxlp.planning import topologies
@@ -59,6 +59,31 @@ def test_what_lies_between_documents_is_skipped_in_both_passes(interpreted):
     ids = (1 + jnp.arange(96) // 32)[None]  # each document is one or two blocks
     for x in out_and_grads(flash.flash, q, k, v, dout, ids, causal=False):
         np.testing.assert_array_equal(jnp.isnan(x).any((0, 2, 3)), of_second)
+
+
+def test_keys_in_two_calls_equal_all_keys_in_one(interpreted):
+    """As in a ring, but some queries see none of the first keys: only later ones see the early keys."""
+    q, k, v, dout, _ = inputs(1, 48, 2, 1, 16)
+    is_late, zeros = jnp.arange(48)[None] >= 24, jnp.zeros((1, 48), jnp.int32)
+    none_lo, none_hi = intervals.EMPTY
+    late_see_early = (
+        (jnp.where(is_late, 0, none_lo), jnp.where(is_late, 24, none_hi)),
+        (jnp.where(is_late, none_lo, 24), jnp.where(is_late, none_hi, 48)),
+    )
+    the_rest = (jnp.where(is_late, 24, 0), zeros + 48), (zeros, jnp.where(is_late, 48, 24))
+    everything = (intervals.everything(1, 48, 48),) * 2
+
+    first = flash.forward(q, k, v, late_see_early[0], jnp.float32)
+    assert not first[0][:, :24].any()
+    out, log_sum = flash.forward(q, k, v, the_rest[0], jnp.float32, first)
+    expected_out, expected_log_sum = flash.forward(q, k, v, everything[0], jnp.float32)
+    np.testing.assert_allclose(log_sum, expected_log_sum, atol=1e-5, rtol=0)
+
+    rows = log_sum, jnp.einsum("BSNH,BSNH->BNS", out, dout), dout
+    dq, *early = flash.backward(q, k, v, *late_see_early, *rows, jnp.float32)
+    dq, *others = flash.backward(q, k, v, *the_rest, *rows, jnp.float32, dq)
+    expected = flash.backward(q, k, v, *everything, *rows, jnp.float32)
+    assert_close((out, dq, *map(jnp.add, early, others)), (expected_out, *expected))
 
 
 @pytest.mark.full
