@@ -16,6 +16,50 @@ def test_configs_survive_the_round_trip(name):
     assert back == {key: value for key, value in vars(config).items() if key not in goldens.RUN}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(dict(act=act) for act in ("gelu", "quick_gelu", "gelu_tanh")),
+        *(dict(layer_scale=scale) for scale in (None, 0.2)),
+        *(dict(logit_scale=1.5, logit_bias=bias) for bias in (None, 0.0, -10.0)),
+        dict(norm_eps=1e-6, image_mean=(0.1, 0.2, 0.3), image_std=(0.4, 0.5, 0.6)),
+        dict(visual=dict(patch_dropout=0.25, pre_norm=False)),
+        dict(text=dict(causal=False)),
+    ],
+)
+def test_every_field_is_written_and_read(changes):
+    config = goldens.load("clip_open_clip").config
+    towers = {
+        tower: dataclasses.replace(getattr(config, tower), **changes[tower])
+        for tower in changes.keys() & {"visual", "text"}
+    }
+    changes = changes | towers
+    back = config_from_open_clip(config_to_open_clip(dataclasses.replace(config, **changes)))
+    assert {key: back[key] for key in changes} == changes
+
+
+def test_what_a_file_leaves_out_is_open_clips_default():
+    def read(**text_cfg):
+        file = dict(model_cfg=dict(embed_dim=512, vision_cfg={}, text_cfg=text_cfg))
+        return CLIPConfig(**config_from_open_clip(file), **goldens.RUN)
+
+    config = read()
+    visual, text = config.visual, config.text
+    assert (visual.image_size, visual.patch_size, visual.width, visual.num_layers) == (224, 16, 768, 12)
+    assert (visual.num_heads, visual.mlp_dim, visual.pre_norm) == (12, 3072, True)
+    assert (text.max_len, text.vocab_size, text.width, text.num_layers) == (77, 49408, 512, 12)
+    assert (text.num_heads, text.mlp_dim, text.pool, text.causal) == (8, 2048, "argmax", True)
+    assert config.image_mean == (0.48145466, 0.4578275, 0.40821073)
+    assert config.image_std == (0.26862954, 0.26130258, 0.27577711)
+    assert read(pool_type="eos").text.eos_id == 2
+
+
+def test_at_most_one_option_names_the_activation():
+    """open_clip passes `act_kwargs` to what `quick_gelu` selects."""
+    config = dataclasses.replace(goldens.load("clip_open_clip").config, act="gelu_tanh")
+    assert not config_to_open_clip(config)["model_cfg"]["quick_gelu"]
+
+
 def test_config_of_g14():
     """Its mlp_ratio is rounded: int(width · ratio) is the MLP's width, in floating point."""
     vision = dict(image_size=224, layers=40, width=1408, head_width=88, mlp_ratio=4.3637, patch_size=14)
@@ -86,6 +130,12 @@ def test_other_architectures_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         read(**arguments)
     assert "\n" not in str(error.value)
+
+
+def test_other_options_of_norms_than_epsilon_are_refused():
+    tower = dict(norm_kwargs=dict(eps=1e-6, bias=False))
+    with pytest.raises(ValueError, match=r"vision_cfg\.norm_kwargs=.*'bias': False"):
+        config_from_open_clip(dict(model_cfg=dict(embed_dim=16, vision_cfg=tower, text_cfg=tower)))
 
 
 def test_a_config_without_a_model_is_refused():
