@@ -100,6 +100,14 @@ def test_images_with_equal_texts_share_them():
     assert got["text_to_image_recall_1"] == 1
 
 
+def test_images_that_share_one_of_several_texts_are_different():
+    images, texts = points(16, K=2, noise=0.0)
+    texts[1, 0] = texts[0, 0]  # a tie for image 0; it is nearest to image 0, and not to its own, 1
+    got = retrieval(identity, identity, batches(images, texts))
+    assert got["image_to_text_recall_1"] == 15 / 16
+    assert got["text_to_image_recall_1"] == 31 / 32
+
+
 def test_a_mesh_equals_one_device():
     images, texts = points(40)
     want = retrieval(identity, identity, batches(images, texts, size=8))

@@ -47,7 +47,7 @@ def test_hits_are_counted():
 
 
 def test_padding_and_rows_without_a_label_do_not_count():
-    angles, labels, mask = [0, 0, 0, 30], [0, -1, 3, 1], [True, True, False, True]
+    angles, labels, mask = [0, 0, 0, 30, 0], [0, -1, 3, 1, len(CLASSES)], [True, True, False, True, True]
     assert run(batches(angles, labels, mask)) == {"top1": 1 / 2, "top5": 1.0, "examples": 2.0}
     with pytest.raises(ValueError, match="no image with a label"):
         run(batches([0], [-1]))
@@ -68,8 +68,13 @@ def test_ties_and_nan_count_against_an_example():
 def test_a_class_is_the_normalized_mean_of_its_normalized_prompts():
     want = np.asarray(direction(np.array([[ANGLE[c]] for c in CLASSES])))
     for batch_size in (3, 14, 100):  # a class in two batches; all prompts in one; padding
-        got = class_embeddings(lambda x: 3 * direction(x), CLASSES, TEMPLATES, tokenize, batch_size)
+        rows = []
+        got = class_embeddings(
+            lambda x, rows=rows: rows.append(len(x)) or 3 * direction(x),
+            *(CLASSES, TEMPLATES, tokenize, batch_size),
+        )
         np.testing.assert_allclose(got, want, atol=2e-7)  # float32 angles
+        assert set(rows) == {batch_size}  # one shape: compiled once, and split evenly over the devices
 
 
 def test_a_mesh_equals_one_device():
