@@ -112,13 +112,25 @@ def test_reduced_jpeg_shows_the_same_crop():
         assert np.abs(crops[0].astype(int) - crops[1]).mean() < 2
 
 
-def test_fallback_is_the_widest_central_part():
-    assert images._crop_box((1000, 10), np.random.default_rng(0), (0.9, 1.0), images.CROP_RATIO) == (
-        493,
-        0,
-        13,
-        10,
-    )
+def test_a_small_crop_of_a_jpeg_is_decoded_with_as_many_pixels_as_it_needs():
+    image = images.open_image(encoded(photo(800, 600), "JPEG"))
+    # A square of 155 pixels, resized to 64: at a quarter of the image's size it would have 39.
+    images.random_crop(image, 64, np.random.default_rng(0), (0.05, 0.05), (1.0, 1.0))
+    assert image.size == (400, 300)
+
+
+def test_crops_lie_everywhere_in_the_image():
+    boxes = [
+        images._crop_box((100, 50), np.random.default_rng(seed), (0.96, 0.96), (2.0, 2.0))
+        for seed in range(100)
+    ]
+    assert {box[2:] for box in boxes} == {(98, 49)}
+    assert {box[0] for box in boxes} == {0, 1, 2} and {box[1] for box in boxes} == {0, 1}
+
+
+@pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
+def test_fallback_is_the_largest_central_part(size, box):
+    assert images._crop_box(size, np.random.default_rng(0), (0.9, 1.0), images.CROP_RATIO) == box
 
 
 def test_eval_crop_is_that_of_open_clip():
