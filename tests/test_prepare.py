@@ -7,10 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 import numpy as np
 import psutil
 import pytest
+from array_record.python import array_record_module
 
 from maxlp import prepare
 from maxlp.data import shards
@@ -265,16 +267,28 @@ def test_a_shard_that_is_deleted_meanwhile_is_an_error_of_the_file(corpus, tmp_p
         prepare_text(corpus, str(tmp_path / "data"))
 
 
-def test_an_interrupted_replacement_leaves_no_manifest(corpus, tmp_path, monkeypatch):
-    """The old manifest is gone before any shard is replaced, so that it never describes new shards."""
-    prepare_text(corpus, str(tmp_path / "data"))
+def test_a_shard_that_lacks_records_is_refused(corpus, tmp_path, monkeypatch):
+    empty = types.SimpleNamespace(num_records=lambda: 0, close=lambda: None)
+    monkeypatch.setattr(array_record_module, "ArrayRecordReader", lambda path: empty)
+    with pytest.raises(ValueError, match=r"lacks some of its \d+ records; is the disk full\?$"):
+        prepare_text(corpus, str(tmp_path / "data"))
+    assert not (tmp_path / "data").exists()
 
-    def fail(*_):
-        raise OSError("no space left")
+
+@pytest.mark.parametrize("name", [".array_record", "tokenizer.json"])
+def test_an_interrupted_replacement_leaves_no_manifest(corpus, tmp_path, monkeypatch, name):
+    """It goes before any shard is replaced, and comes after all files: it never describes others."""
+    prepare_text(corpus, str(tmp_path / "data"), train_tokenizer=300)
+    replace = os.replace
+
+    def fail(source, target):
+        if str(target).endswith(name):
+            raise OSError("no space left")
+        replace(source, target)
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space left"):
-        prepare_text(corpus, str(tmp_path / "data"), overwrite=True)
+        prepare_text(corpus, str(tmp_path / "data"), train_tokenizer=300, overwrite=True)
     assert not (tmp_path / "data/dataset.json").exists()
 
 
