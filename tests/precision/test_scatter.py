@@ -16,6 +16,7 @@ from maxlp.nn.layers import Linear, dot_general
 from maxlp.parallel import exchange, sharding
 from maxlp.precision import scatter
 from maxlp.precision.scatter import Scatter
+from tests.families.clip.fixtures import make_clip
 from tests.fixtures import Trainer, batch, exchanged_bytes, make_llama, make_mesh, precision_config
 
 STEPS = {"int8": 127, "float8_e4m3fn": 14}  # in a block's largest number, where E4M3's are widest
@@ -104,7 +105,7 @@ def test_rounding_is_right_on_average():
 
 
 def test_one_device_and_no_mesh_add_nothing():
-    x = np.ones((4, 2, 8), np.float32)
+    x = np.random.default_rng(0).standard_normal((4, 2, 8)).astype(np.float32)
     how = Scatter("int8", ("embed", "mlp"))
     np.testing.assert_array_equal(how(product, x, x), product(x, x))
     with jax.set_mesh(make_mesh(tensor=2)):
@@ -117,6 +118,10 @@ def test_the_kernels_of_blocks_are_scattered_and_no_others():
     assert found.pop(("lm_head",)) is None
     assert found[("layers", "attn", "o_proj")] == Scatter("int8", ("q_heads", "embed"))
     assert len(found) == 7 and None not in found.values()
+    clip = make_clip()
+    scatter.set_format(clip, "int8")
+    for tower in ("visual", "text"):
+        assert getattr(clip, tower).layers.attn.o_proj.sum_over_rows is not None
 
 
 def gradient(before: dict, state: dict) -> dict:
