@@ -154,6 +154,27 @@ def test_sums_beyond_float16_do_not_overflow(add):
     assert not jnp.all(jnp.isfinite(add(ones)))
 
 
+def test_a_scattered_sum_does_not_stop_where_float16_has_no_next_integer():
+    """As in the gradient of an embedding that many tokens share."""
+    add = scalify(lambda x, y: x.at[jnp.zeros(4096, int)].add(y))
+    total = unscale(add(pair(jnp.zeros(2, jnp.float16), 0), pair(jnp.ones(4096, jnp.float16), 0)))
+    np.testing.assert_array_equal(total, [4096, 0])
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda x: jnp.sum(x, axis=(1, 2)),  # 256 terms
+        lambda x: jnp.cumsum(x.reshape(1024, 256), axis=1)[:, -1],
+    ],
+)
+def test_sums_of_independent_terms_have_data_of_the_size_of_the_terms(add):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1024, 16, 16)), F32)
+    size = jnp.std(scalify(add)(pair(x, 0)).data)
+    # The root of 256 terms is a power of two. A deviation of 1024 values is known to 1 / √2048.
+    assert abs(size - 1) < 5 / 2048**0.5
+
+
 def test_float16_keeps_magnitudes_that_it_cannot_hold():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 64, 64)), jnp.float16)
     unit, small = (Scaled(x, jnp.int32(exponent)) for exponent in (0, -15))
