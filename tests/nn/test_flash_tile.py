@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from maxlp.nn.attention import flash_tile, ring, tiles
 from maxlp.nn.attention.dense import dense
@@ -50,6 +51,17 @@ def two_steps(kernels, arrays, wrapped, causal, packed):
     ],
 )
 def test_two_steps_equal_those_of_plain_tiles(causal, packed, wrapped, dtype, atol, interpreted):
+    assert_equal_plain_tiles(B, K, wrapped, causal, packed, dtype, atol)
+
+
+@pytest.mark.full
+def test_kernels_read_nothing_that_is_not_initialized(interpreted, monkeypatch):
+    """Simulated with NaN in the memory of a new block, where plain interpretation has what is aliased."""
+    monkeypatch.setattr(flash_tile, "INTERPRET", pltpu.InterpretParams(uninitialized_memory="nan"))
+    assert_equal_plain_tiles(1, 1, 1, True, False, "float32", 1e-5)
+
+
+def assert_equal_plain_tiles(B, K, wrapped, causal, packed, dtype, atol):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
