@@ -436,7 +436,7 @@ OPTIM = [
         ("return _transposed(q), jnp.take_along_axis(nu, along, axis=dim)", "return _transposed(q), nu"),
         ("short = -2 if m <= n else -1", "short = -1 if m <= n else -2"),
         ("p.shape[dim] > longest", "p.shape[dim] > 2 * longest"),
-        ("spread(jax.lax.optimization_barrier(m))", "spread(m)"),
+        ("spread(jax.lax.optimization_barrier(m), ", "spread(m, "),
     ),
     *_in(
         "optim/schedule_free.py",
@@ -1305,6 +1305,7 @@ PARALLEL = [
         ("-(-num_layers // devices) * devices", "num_layers"),
         ('num_layers == 1 or axis_sizes.get("stage", 1) > 1:', "num_layers == 1:"),
         ('if num_layers == 1 or axis_sizes.get("stage", 1) > 1:', 'if axis_sizes.get("stage", 1) > 1:'),
+        ("size > 1 and num_layers % size == 0 for", "False for", "optim/test_soap.py"),
         ("[_param_spec(x), *_moves(x)]", "_moves(x)"),
         ("[*_moves(x)[::-1], _param_spec(x)]", "_moves(x)[::-1]"),
     ),

@@ -32,7 +32,7 @@ import optax
 from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
-from maxlp.parallel.by_layers import fill_layers, gather_back, spread
+from maxlp.parallel.by_layers import gather_back, spread
 from maxlp.schema import Count, DecayRate, Positive
 
 TOGETHER = 2**26  # numbers in the matrices on which one device iterates at a time
@@ -150,12 +150,13 @@ def orthogonalized(x: jax.Array, coefficients: jax.Array, steps: int, eps: float
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     with jax.named_scope("newton_schulz"):
-        y = spread(fill_layers(widened(jnp.swapaxes(x, -2, -1) if tall else x)))
+        x = widened(jnp.swapaxes(x, -2, -1) if tall else x)
+        y = spread(x)
         y = y / (jnp.linalg.norm(y, axis=(-2, -1), keepdims=True) + eps)
         for _ in range(steps):
             gram = y @ jnp.swapaxes(y, -2, -1)
             y = a * y + (b * gram + c * gram @ gram) @ y
-        y = gather_back(y)[: len(x)]
+        y = gather_back(y, like=x)
     return jnp.swapaxes(y, -2, -1) if tall else y
 
 

@@ -18,8 +18,9 @@ devices or meshes by more than rounding. `one_sided` avoids that, and the memory
 The state of a matrix has 2 m n + 2 m² + 2 n² numbers. Layers are distributed over the devices, as with
 Muon: each device keeps the sides and second moments of its own layers. In a step it receives their
 gradients and first moments and sends their steps back; in a refresh it decomposes only their sides. Where
-the devices do not divide the number of layers, all of this is sharded by columns instead, and each step
-gathers the bases, one layer at a time.
+no mesh axis divides the number of layers, sides and second moments are stored by columns, and they too are
+distributed by layers for the update, with layers of zeros. Where only some axes do, or stages split the
+layers, the other axes split columns, and each step gathers the bases.
 """
 
 import functools
@@ -33,7 +34,15 @@ import optax
 from maxlp.optim.config import OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
-from maxlp.parallel.by_layers import LikeParams, by_layer, gather_back, keep_spread, spread
+from maxlp.parallel.by_layers import (
+    LikeParams,
+    by_layer,
+    gather_back,
+    gather_back_state,
+    keep_spread,
+    spread,
+    spread_state,
+)
 from maxlp.parallel.opt_state import SplitByLayers
 from maxlp.schema import Count
 
@@ -113,17 +122,19 @@ def _soap(
 
         def one(u: jax.Array, m: jax.Array, v: jax.Array, left: Any, right: Any) -> tuple:
             m = b1 * widened(m) + seen * (1 - b1) * widened(u)
-            g = spread(widened(u))
-            v = b2 * v + seen * (1 - b2) * _rotated(g, left, right) ** 2
+            g = spread(widened(u), with_state=True)
+            bases = [_basis(side) for side in (left, right)]
+            nu = b2 * spread_state(v) + seen * (1 - b2) * _rotated(g, bases) ** 2
             # Without the barrier XLA would take the spread m for all later uses of m, and gather it again.
-            m_hat = _rotated(spread(jax.lax.optimization_barrier(m)), left, right) / (1 - b1**steps)
-            scaled = m_hat / (jnp.sqrt(v / (1 - b2**steps)) + eps)
-            u = gather_back(_rotated(scaled, left, right, back=True)).astype(u.dtype)
+            m_hat = spread(jax.lax.optimization_barrier(m), with_state=True)
+            m_hat = _rotated(m_hat, bases) / (1 - b1**steps)
+            scaled = m_hat / (jnp.sqrt(nu / (1 - b2**steps)) + eps)
+            u = gather_back(_rotated(scaled, bases, back=True), like=u).astype(u.dtype)
             # The bases turn in place, after the last use of the old ones.
             u, left, right = jax.lax.optimization_barrier((u, left, right))
-            left, v = turned(g, v, left, dim=-2)
-            right, v = turned(g, v, right, dim=-1)
-            return u, optax.tree.cast(m, mu_dtype), v, left, right
+            left, nu = turned(g, nu, left, dim=-2)
+            right, nu = turned(g, nu, right, dim=-1)
+            return u, optax.tree.cast(m, mu_dtype), gather_back_state(nu, like=v), left, right
 
         leaves, structure = jax.tree.flatten(updates)
         others = map(structure.flatten_up_to, (state.mu, whole.nu, whole.left, whole.right))
@@ -150,7 +161,12 @@ def _no_side(p: jax.Array, *, dim: int, longest: int, one_sided: bool) -> Side |
     return Side(zeros, zeros)
 
 
-def _rotated(x: jax.Array, left: Any, right: Any, back: bool = False) -> jax.Array:
+def _basis(side: Any) -> jax.Array | None:
+    """The basis of a side, split by layers; None if it is not rotated."""
+    return spread_state(side.basis) if isinstance(side, Side) else None
+
+
+def _rotated(x: jax.Array, bases: list[jax.Array | None], back: bool = False) -> jax.Array:
     """Q_Lᵀ X Q_R or, with ``back``, Q_L X Q_Rᵀ."""
 
     def one(x: jax.Array, left: jax.Array | None, right: jax.Array | None) -> jax.Array:
@@ -160,7 +176,6 @@ def _rotated(x: jax.Array, left: Any, right: Any, back: bool = False) -> jax.Arr
             x = x @ (right if back else _transposed(right))
         return x
 
-    bases = (side.basis if isinstance(side, Side) else None for side in (left, right))
     return by_layer(one, x, *bases, alone=False)
 
 
@@ -191,11 +206,13 @@ def _turned(
         return jax.lax.cond(count == 0, first, later, *turning, gram)
 
     def due() -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(keep_spread, by_layer(refreshed, (side.basis, nu), gram))
+        turning = by_layer(refreshed, (spread_state(side.basis), nu), gram)
+        basis, turned = jax.tree.map(keep_spread, turning)
+        return gather_back_state(basis, like=side.basis), turned
 
-    gram = by_layer(add, side.gram, g, alone=False)
+    gram = by_layer(add, spread_state(side.gram), g, alone=False)
     basis, nu = jax.lax.cond(count % gap == 0, due, lambda: (side.basis, nu))
-    return Side(gram, basis), nu
+    return Side(gather_back_state(gram, like=side.gram), basis), nu
 
 
 def _transposed(x: jax.Array) -> jax.Array:

@@ -45,37 +45,50 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
     return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
 
 
-def num_filled(num_layers: int, axis_sizes: Mapping[str, int]) -> int:
-    """The number of layers of `fill_layers`, for a mesh with axes of these sizes."""
+def num_filled(num_layers: int, axis_sizes: Mapping[str, int], *, with_state: bool = False) -> int:
+    """The number of layers after `spread`, for a mesh with axes of these sizes.
+
+    It is the next one that the devices divide. There are no layers of zeros where stages split the layers
+    already (all zeros would be on the last stage), nor for a single layer, as with released gradients (one
+    device would have all the work).
+
+    Args:
+      with_state: whether `SplitByLayers` is spread too. Then there are none where any axis splits its
+        layers: XLA would gather it to append zeros.
+    """
+    sizes = [axis_sizes.get(axis, 1) for axis in ORDER]
     if num_layers == 1 or axis_sizes.get("stage", 1) > 1:
         return num_layers
-    devices = math.prod(axis_sizes.get(axis, 1) for axis in ORDER)
+    if with_state and any(size > 1 and num_layers % size == 0 for size in sizes):
+        return num_layers
+    devices = math.prod(sizes)
     return -(-num_layers // devices) * devices
 
 
-def fill_layers(x: jax.Array) -> jax.Array:
-    """Appends zeros to (*layers, m, n), so that the devices of a mesh divide the number of layers.
-
-    Not where stages split the layers already: the appended ones would all be on the last stage. Nor a
-    single layer, as with released gradients: one device would have all the work.
-    """
-    if x.ndim < 3:
-        return x
-    added = num_filled(len(x), jax.sharding.get_abstract_mesh().shape) - len(x)
-    return jnp.pad(x, ((0, added), (0, 0), (0, 0))) if added else x
-
-
-def spread(x: jax.Array) -> jax.Array:
-    """Splits (*layers, m, n) by layers.
+def spread(x: jax.Array, *, with_state: bool = False) -> jax.Array:
+    """Splits (*layers, m, n) by layers, behind which zeros make the number of layers `num_filled`.
 
     The axes of the mesh move one after the other, since XLA would gather an array to move two at once.
     """
+    if added := _num_added(x, with_state=with_state):
+        x = jnp.pad(x, ((0, added), (0, 0), (0, 0)))
     return keep_spread(_constrained(x, [_param_spec(x), *_moves(x)]))
 
 
-def gather_back(x: jax.Array) -> jax.Array:
-    """The inverse of `spread`."""
-    return _constrained(keep_spread(x), [*_moves(x)[::-1], _param_spec(x)])
+def gather_back(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `spread`; the result has the shape of ``like``."""
+    x = _constrained(keep_spread(x), [*_moves(x)[::-1], _param_spec(x)])
+    return x[: len(like)] if x.shape != like.shape else x
+
+
+def spread_state(x: jax.Array) -> jax.Array:
+    """An array in `SplitByLayers` as `spread` would split it; as it is unless zeros are appended."""
+    return spread(x, with_state=True) if _num_added(x, with_state=True) else x
+
+
+def gather_back_state(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `spread_state`; the result has the shape of ``like``."""
+    return keep_spread(gather_back(x, like)) if x.shape != like.shape else x
 
 
 def keep_spread(x: jax.Array) -> jax.Array:
@@ -107,6 +120,13 @@ def by_layer(fn: Callable[..., Any], into: Any, *others: Any, alone: bool = True
         return jax.tree.map(lambda x, of_layer: x.at[i].set(of_layer), into, new)
 
     return jax.lax.fori_loop(0, shape[0], step, into)
+
+
+def _num_added(x: jax.Array, *, with_state: bool) -> int:
+    """The number of layers of zeros that `spread` appends."""
+    if x.ndim < 3:
+        return 0
+    return num_filled(len(x), jax.sharding.get_abstract_mesh().shape, with_state=with_state) - len(x)
 
 
 def _layers_only(x: jax.Array) -> jax.Array:

@@ -236,14 +236,21 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
 def add_update(flops: dict[str, float], s: Settings, machine: Machine, state: StateShapes, L: int) -> None:
     """Adds the optimizer's matmuls to the FLOPs of all devices, by dtype.
 
-    Replicas repeat them, and Muon's layers of zeros are multiplied like others.
+    Replicas repeat them, and layers of zeros are multiplied like others.
 
     Args:
       L: the number of layers of the (largest) stack.
     """
     if state.update_flops:
-        filled = num_filled(L, machine.axes) / L if s.optimizer.kind.matmuls == "iterated" else 1
+        filled = _num_filled(s.optimizer.kind, L, machine.axes) / L
         flops["float32"] = filled * machine.axes["data"] * state.update_flops
+
+
+def _num_filled(optimizer: OptimizerKind, layers: int, axes: Mapping[str, int]) -> int:
+    """The number of layers on which the optimizer computes, with those of zeros that it appends."""
+    if not optimizer.moves:
+        return layers
+    return num_filled(layers, axes, with_state=optimizer.matmuls == "once")
 
 
 def scatter_of_gradients(s: Settings, blocks: Blocks) -> tuple[str, float]:
@@ -410,18 +417,17 @@ class Ledger:
     def add_moves(self, optimizer: OptimizerKind, layers: int, size: float) -> None:
         """Adds the all-to-alls that distribute stacked matrices by layer (`parallel.by_layers`).
 
-        There is one for each mesh axis among which the number of layers can be divided.
+        There is one for each mesh axis among which the number of layers, with those of zeros, can be
+        divided. Those of SOAP's state, which needs them where there are layers of zeros, are not counted.
 
         Args:
           layers: the number of layers, in all stages.
           size: bytes of a device's part of the matrices, in float32.
         """
-        times = optimizer.moves
-        if optimizer.matmuls == "iterated":
-            filled = num_filled(layers, self._axes)
-            layers, size = filled, size * filled / layers
+        filled = _num_filled(optimizer, layers, self._axes)
+        layers, size = filled, size * filled / layers
         taken = self._axes["stage"]
         for axis in ORDER[1:]:
             if layers % (taken * self._axes[axis]) == 0:
                 taken *= self._axes[axis]
-                self.add("all-to-all", (axis,), size, times)
+                self.add("all-to-all", (axis,), size, optimizer.moves)

@@ -107,7 +107,7 @@ def test_bases_are_refreshed_in_float32_on_accelerators():
 def test_a_mesh_changes_nothing_with_both_sides(layers):
     """Of square matrices: one gradient determines all of their eigenvectors.
 
-    Two layers are shared; three cannot be, and devices gather columns of one layer at a time.
+    Two layers are split over one axis, and columns over the other; three are filled up with zeros.
     """
     shapes = {"layers": {"mlp": {"up_proj": {"kernel": (layers, 8, 8)}}}}
     axes = {"layers": {"mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}}}}
@@ -143,8 +143,33 @@ def test_devices_share_the_layers(axis):
 
     Over each axis it sends the gradients and the first moments of a matrix, and its steps back.
     """
-    shapes = {"layers": {"mlp": {name: {"kernel": (4, 8, 16)} for name in ("gate_proj", "up_proj")}}}
-    mesh, spec = sharding.make_mesh(**{"fsdp": 2, axis: 2, "data": 2}), ("layers", "embed", "mlp")
+    text = compiled_update(4, {"fsdp": 2, axis: 2, "data": 2})
+    assert sorted(decomposed(text)) == 4 * ["1,16,16"] + 4 * ["1,8,8"]
+    assert len(re.findall(r" all-to-all\(", text)) == 2 * 2 * 3 and "all-gather" not in text
+
+
+@pytest.mark.parametrize("layers", [3, 6])
+def test_devices_that_do_not_divide_the_layers_share_them_and_zeros(layers):
+    """They gather nothing.
+
+    Of a matrix they also send the second moments there and back, of each side a basis there, and what is
+    added up there and back, and at a refresh the basis there and back.
+    """
+    text = compiled_update(layers, {"fsdp": 4, "data": 2})
+    most = -(-layers // 4)
+    assert sorted(decomposed(text)) == 4 * [f"{most},16,16"] + 4 * [f"{most},8,8"]
+    assert len(re.findall(r" all-to-all\(", text)) == 2 * (5 + 2 * (3 + 2)) and "all-gather" not in text
+
+
+def test_stages_and_single_layers_have_no_zeros():
+    assert {*decomposed(compiled_update(6, {"stage": 2, "fsdp": 4}))} == {"3,16,16", "3,8,8"}
+    assert {*decomposed(compiled_update(1, {"fsdp": 4, "data": 2}))} == {"16,16", "8,8"}
+
+
+def compiled_update(layers: int, axes: dict[str, int]) -> str:
+    """The program of an update of two stacks of matrices, on a mesh with these axes."""
+    shapes = {"layers": {"mlp": {name: {"kernel": (layers, 8, 16)} for name in ("gate_proj", "up_proj")}}}
+    mesh, spec = sharding.make_mesh(**axes), ("layers", "embed", "mlp")
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x, jnp.float32, sharding=NamedSharding(mesh, sharding.spec(*spec))),
         shapes,
@@ -159,7 +184,9 @@ def test_devices_share_the_layers(axis):
     )
     with jax.set_mesh(mesh):
         update = jax.jit(tx.update, out_shardings=(jax.tree.map(lambda p: p.sharding, params), where))
-        text = update.lower(params, state, params).compile().as_text()
-    decomposed = re.findall(r"= \(?f32\[([\d,]+)\].* custom_call_target=\"lapack_s(?:geqrf|syevd)", text)
-    assert sorted(decomposed) == 4 * ["1,16,16"] + 4 * ["1,8,8"]
-    assert len(re.findall(r" all-to-all\(", text)) == 2 * 2 * 3 and "all-gather" not in text
+        return update.lower(params, state, params).compile().as_text()
+
+
+def decomposed(text: str) -> list[str]:
+    """The shapes of the arrays that the program decomposes."""
+    return re.findall(r"= \(?f32\[([\d,]+)\].* custom_call_target=\"lapack_s(?:geqrf|syevd)", text)

@@ -137,6 +137,7 @@ def test_a_ledger_omits_collectives_that_have_nothing_to_do():
     [
         (SOAP, 32, dict(fsdp=8, tensor=2), {"fsdp": (900, 3), "tensor": (900, 3)}),
         (SOAP, 36, dict(fsdp=8, tensor=2), {"tensor": (900, 3)}),
+        (SOAP, 36, dict(fsdp=8), {"fsdp": (1000, 3)}),  # with four layers of zeros
         (SOAP, 36, dict(stage=2, fsdp=2, tensor=18), {"fsdp": (900, 3)}),  # 18 of each stage
         (MUON, 36, dict(fsdp=8), {"fsdp": (1000, 2)}),  # with four layers of zeros
         (MUON, 36, dict(stage=2, fsdp=8), {}),  # stages split the layers as they are
@@ -208,13 +209,14 @@ UPDATES = {
 
 @pytest.mark.parametrize("choices", UPDATES)
 def test_the_matmuls_of_optimizers_are_counted(choices):
-    """Replicas repeat them; devices that do not divide the layers multiply Muon's layers of zeros."""
+    """Replicas repeat them; devices that do not divide the layers multiply layers of zeros."""
     name, _, value = choices.partition("optimizer=")
     change = {"optimizer.name": value} if value else {}
     s = read(changed(load("debug", name), change | {"model.num_layers": 4}))
     kernels = [p.shape for p in jax.tree.leaves(s.params) if len(p.shape) == 3]
     whole = sum(layers * UPDATES[choices](*sorted(shape)) for layers, *shape in kernels)
-    for axes, parts in (({}, 1), ({"data": 2, "fsdp": 2}, 2), ({"fsdp": 8}, 4 if value == "muon" else 8)):
+    eight = 4 if value in ("muon", "soap") else 8  # the parts of eight devices
+    for axes, parts in (({}, 1), ({"data": 2, "fsdp": 2}, 2), ({"fsdp": 8}, eight)):
         sizes = dict.fromkeys(("stage", "data", "fsdp", "context", "tensor"), 1) | axes
         machine = Machine(sizes, "cuda", "NVIDIA H200")
         work = cost_of(s).work(s, machine, state_shapes(s, machine))
