@@ -175,6 +175,16 @@ PRESETS["llama.8b, LoRA, bf16"] = (
     "llama.8b",
     LORA | {"data.batch_size": 1, "model.attention": "flash", "model.param_dtype": "bfloat16"},
 )
+# Steps of the campaign (benchmarks/accelerator) in bfloat16, as the planner chooses them for an H200.
+CAMPAIGN_CLIP: dict[str, tuple[str, dict[str, Any]]] = {
+    "clip.b16, remat dots": ("clip.b16", {"data.batch_size": 1024, "model.remat": "dots"}),
+    "clip.h14, remat dots": ("clip.h14", {"data.batch_size": 256, "model.remat": "dots"}),
+    "clip.b16, remat dots, 64 microbatches": (
+        "clip.b16",
+        {"data.batch_size": 131072, "model.remat": "dots", "train.microbatches": 64},
+    ),
+}
+PRESETS |= CAMPAIGN_CLIP
 PRESETS["clip.l14, offloaded"] = "clip.l14", {"data.batch_size": 256, "model.attention": "xla"} | OFFLOAD
 PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
 _P8 = {"model.attention": "flash"} | PURE | BITS_8

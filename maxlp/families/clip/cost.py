@@ -14,6 +14,7 @@ import math
 
 import jax.numpy as jnp
 
+from maxlp.core.train_state import num_params
 from maxlp.families.clip.model import TextConfig
 from maxlp.families.clip.vit import VisualConfig
 from maxlp.nn.attention import cudnn
@@ -95,8 +96,11 @@ class Tower(Blocks):
             return 0.0
         if self.remat == "block":
             return self.x / self.t
-        if self.remat == "dots":  # the block's input, q, k, v, o and up, and the output of attention
-            return (6 - self.attention_again) * self.x / self.t + self.f
+        if self.remat == "dots":  # the block's input, q, k, v, o and up, and what attention computed
+            if self.attention_again:
+                return 5 * self.x / self.t + self.f
+            log_sums = 4 * self.R * self.S * self.N / self.t
+            return 6 * self.x / self.t + self.f + log_sums
         # Two F-wide arrays, one if the weights are frozen, six float32 arrays of the norms, both normed
         # inputs, q, k, v, the output of attention, probabilities in float32 and rounded, and the weights in
         # the dtype of the matmuls; of what the gradients of kernels alone need, only the tokens that they
@@ -122,17 +126,24 @@ class Tower(Blocks):
     def backward_of_block(self) -> float:
         """Bytes of the backward pass of one block.
 
-        It holds three F-wide arrays (gradients replace what is no longer needed), two if the weights are
-        frozen or while the probabilities get their gradient; the probabilities in float32 and rounded, and
-        in the end their gradient; eight and a half arrays of the residual stream, q, k, v and the output;
-        and seven tenths of the block's gathered weights and of the weights of all blocks, which are rounded
-        before they are gathered.
+        It holds three F-wide arrays (gradients replace what is no longer needed), two once
+        attention is differentiated; the probabilities in float32 and rounded, and in the end
+        their gradient and that of the logits; eight and a half arrays of the residual stream, q, k, v and
+        the output; and seven tenths of the block's gathered weights and of the weights of all blocks, which
+        are rounded before they are gathered.
+
+        Next to a kernel of attention XLA may postpone the gradients of the weights until the end, and then
+        all that they are computed from exists at once, D wide: q, k, v, the output and the gradients of
+        these four, the inputs of both branches and the gradient between them, and three gradients of normed
+        inputs.
         """
         weights = self.block_params * self.a / self.t
         rounded = self.L * weights / self.shards if self.param != self.a and self.shards > 1 else 0.0
         stream = 4.5 * self.x / self.t + 4 * self.x
-        mlp = (3 - self.frozen) * self.f + (4 + self.a) * self.squares
-        attention = 2 * self.f + (4 + 2 * self.a) * self.squares
+        mlp = 3 * self.f + (4 + self.a) * self.squares
+        attention = 2 * self.f + (4 + 3 * self.a) * self.squares
+        if self.attention != "xla" and not self.frozen:
+            attention += 10 * self.x / self.t + 4 * self.x - stream
         if self.attention == "cudnn":
             attention += cudnn.workspace(self.x / self.a / self.t, packed=False)
         return max(mlp, attention) + stream + 0.7 * (weights + rounded)
@@ -169,32 +180,41 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
 def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold.
 
-    Two moments compete: the loss, and the backward pass of a block. XLA may take either tower first, while
-    the activations of the other one wait; this takes the one with the larger blocks. With several
-    microbatches the loss holds features and a copy of the batch only.
+    Two moments compete: the loss, and the backward pass of a block of the larger tower. XLA may take either
+    tower first: the activations of the other one wait, or its gradients exist already, of which this counts
+    the larger. With several microbatches the towers do not depend on each other, XLA finishes one before it
+    starts the other, and the loss holds features only.
     """
     image, text = towers(settings, machine)
+    larger, other = sorted((image, text), key=lambda one: -one.saved_by_all - one.backward_of_block)
     mesh, M = abstract_mesh(machine.axes), settings.train.microbatches
     pixels = image.R * 3 * settings.data.image_size**2
     held = held_state(settings, mesh, state) | {
         "batch": M * (pixels + 4.0 * text.R * text.S),
         "features": features(settings, machine) if M > 1 else 0.0,
-        "gradients": gradients(settings, machine, state),
     }
-    both = {"saved activations": image.saved_by_all + text.saved_by_all}
+    if M > 1:  # XLA copies the batch, so that the rows of each microbatch are together
+        held["microbatches"] = held["batch"]
+    waiting = other.saved_by_all if M == 1 else 0.0
+    kept = {"saved activations": larger.saved_by_all + waiting}
     if not image.frozen:
-        both["pixels"] = pixels * image.a
+        kept["pixels"] = pixels * image.a
     visual = settings.model.visual
     if visual.patch_dropout:
-        both["dropped patches"] = image.R * visual.num_patches * image.D * image.a  # their gradient
-    block = {"a block's activations": max(image.backward_of_block, text.backward_of_block)}
+        kept["dropped patches"] = image.R * visual.num_patches * image.D * image.a  # their gradient
+    block = {
+        "gradients": gradients(settings, machine, state),
+        "a block's activations": larger.backward_of_block,
+    }
     if settings.train.release_gradients:
         block["a layer's update"] = max(
             one.block_params * 4 / (one.shards * one.t) for one in (image, text)
         )
-    # XLA copies the batch, so that the rows of each microbatch are together.
-    kept = both if M == 1 else {"microbatches": held["batch"]}
-    moments = [both | block, {"loss": loss(settings, machine)} | kept]
+    else:
+        params = state.tree["params"]
+        of_other = state.bytes_on(mesh, "params") * num_params(params[other.name]) / num_params(params)
+        block["gradients"] -= min(of_other, other.saved_by_all) if M == 1 else of_other
+    moments = [kept | block, {"loss": loss(settings, machine)} | (kept if M == 1 else {})]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
