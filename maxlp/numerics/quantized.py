@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlp.numerics.formats import MX_BLOCK, Format, Quantized
@@ -138,6 +139,27 @@ def _inverse(scale: jax.Array) -> jax.Array:
     # One division per scale, and elements are multiplied. XLA may or may not turn a division of every
     # element into this, so that the codes of values near a tie would depend on the program around them.
     return 1.0 / scale
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Constrains an array to row-major layout; a no-op on several devices.
+
+    Otherwise XLA gives a whole stack of kernels the layout that the 8-bit matmul of one layer prefers, and
+    copies all float32 weights to it in each step. (On a mesh the SPMD partitioner would gather an array
+    whose layout is constrained.)
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def written_once(values: jax.Array) -> jax.Array:
+    """Makes XLA write quantized values once, row-major, and transpose the 8-bit values where it needs to.
+
+    One pass over the data then quantizes it and computes its amax, which XLA does not fuse with a
+    transposed write. (With ``cold_start`` the scale may need this amax, so that the data is read twice.)
+    """
+    return jax.lax.optimization_barrier(row_major(values))
 
 
 def pad_to_blocks(x: jax.Array, axis: int, size: int = MX_BLOCK) -> jax.Array:

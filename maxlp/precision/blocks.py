@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from maxlp.numerics import formats
 from maxlp.numerics.formats import MX_BLOCK, Quantized
-from maxlp.numerics.quantized import dequantize
+from maxlp.numerics.quantized import dequantize, written_once
 from maxlp.precision.mesh_product import Product
 from maxlp.precision.recipes import Operand
 
@@ -89,7 +89,7 @@ def dot_general(
     def hardware(a: Quantized, b: Quantized, scale: jax.Array | None) -> jax.Array:
         assert instruction is not None
         (a_codes, a_scale), (b_codes, b_scale) = (
-            _blocks_last(q, axes, jnp.dtype(operand.format), instruction.scale)
+            _blocks_last(q, axes, operand, instruction.scale)
             for q, axes, operand in zip((a, b), contracted, pair, strict=True)
         )
         result = dtype if scale is None else jnp.float32
@@ -111,7 +111,7 @@ def _free(q: Quantized, contracted: tuple[int, ...]) -> list[int]:
 
 
 def _blocks_last(
-    q: Quantized, contracted: tuple[int, ...], dtype: Any, scale_dtype: Any
+    q: Quantized, contracted: tuple[int, ...], operand: Operand, scale_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Codes (1, rows, contracted) and scales (1, rows, blocks), in the layout of `jax.nn.scaled_matmul`."""
     free = _free(q, contracted)
@@ -123,7 +123,12 @@ def _blocks_last(
     def flat(x: jax.Array) -> jax.Array:
         return x.transpose(*free, *contracted).reshape(1, rows, -1)
 
-    return flat(q.codes.astype(dtype)), flat(scale.astype(scale_dtype))
+    codes = q.codes.astype(jnp.dtype(operand.format))
+    if operand.granularity == "tile":
+        # Otherwise XLA quantizes a kernel straight into the transposed layout, in several passes that write
+        # parts of the conversion to 4 bits in up to 32.
+        codes = written_once(codes)
+    return flat(codes), flat(scale.astype(scale_dtype))
 
 
 def _instruction(pair: tuple[Operand, Operand]) -> _Instruction | None:

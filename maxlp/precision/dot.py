@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import Precision
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -119,7 +118,7 @@ class QuantDot(nnx.Module):
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._input_forms(x)
         forms: InputForms = shared[self.recipe, x.dtype]
-        kernel = _row_major(kernel)
+        kernel = quantized.row_major(kernel)
         of_kernel = self._amaxes("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
@@ -353,7 +352,7 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
         block_scales=operand.block_scales,
     )
     if operand.delayed and not recipe.cold_start:
-        q = q._replace(codes=_written_once(q.codes))
+        q = q._replace(codes=quantized.written_once(q.codes))
     return q
 
 
@@ -367,18 +366,6 @@ def quantize_forward(recipe: Recipe, tensor: str, x: jax.Array, delayed_amax) ->
     return quantize(recipe, operand, x, (x.ndim - 1,) if tensor == "input" else (0,), delayed_amax)
 
 
-def _row_major(x: jax.Array) -> jax.Array:
-    """Constrains an array to row-major layout; a no-op on several devices.
-
-    Otherwise XLA gives a whole stack of kernels the layout that the 8-bit matmul of one layer prefers, and
-    copies all float32 weights to it in each step. (On a mesh the SPMD partitioner would gather an array
-    whose layout is constrained.)
-    """
-    if jax.sharding.get_abstract_mesh().size > 1:
-        return x
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
 def _rotated(x: jax.Array, axis: int) -> jax.Array:
     """Rotates an operand of ``fwd`` along its contracted axis, as QuEST does (arXiv:2502.05003)."""
     size = math.gcd(quantized.LARGE_HADAMARD, x.shape[axis])
@@ -387,15 +374,6 @@ def _rotated(x: jax.Array, axis: int) -> jax.Array:
 
 def _trusted(x: jax.Array, q: Quantized, operand: Operand) -> jax.Array:
     return quantized.trusted(x, q, formats.get(operand.format))
-
-
-def _written_once(values: jax.Array) -> jax.Array:
-    """Makes XLA write quantized values once, row-major, and transpose the 8-bit values where it needs to.
-
-    One pass over the data then quantizes it and computes its amax, which XLA does not fuse with a
-    transposed write. (With ``cold_start`` the scale may need this amax, so that the data is read twice.)
-    """
-    return jax.lax.optimization_barrier(_row_major(values))
 
 
 def _requantize(recipe: Recipe, saved, index: int, operand: Operand, contract, delayed_amax) -> Quantized:

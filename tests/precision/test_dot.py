@@ -9,9 +9,9 @@ from flax import nnx
 
 from maxlp import precision
 from maxlp.nn import layers
-from maxlp.numerics import blockwise, formats
+from maxlp.numerics import blockwise, formats, quantized
 from maxlp.numerics.quantized import quantize, rotate
-from maxlp.precision import delayed, dot, make_recipe, recipes
+from maxlp.precision import delayed, make_recipe, recipes
 from maxlp.precision.dot import QuantDot
 from tests.fixtures import walk_jaxpr
 from tests.precision.fixtures import Layer, documented_recipes
@@ -373,7 +373,7 @@ def test_layers_of_one_input_quantize_it_once_with_the_same_results(name, option
 
     ours = run(layers.apply_to_same_input)
     with monkeypatch.context() as unfused:
-        unfused.setattr(dot, "_written_once", lambda values: values)
+        unfused.setattr(quantized, "written_once", lambda values: values)
         reference = run(separately)
     jax.tree.map(np.testing.assert_array_equal, ours, reference)
 

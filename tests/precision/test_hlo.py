@@ -154,6 +154,12 @@ def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
     assert not behind
 
 
+@h100
+def test_b200_transposes_the_4_bits_of_a_kernel_of_nvfp4():
+    """It is quantized as it lies, not straight into the other layout, which takes several passes."""
+    assert re.search(r"= f4e2m1fn\[256,512\]\S* fusion\(", compiled("nvfp4", "b200:1x1"))
+
+
 GATHERED = {"bf16": "bf16", "fp8_current": "f8e4m3fn", "fp8_delayed": "f8e4m3fn", "int8_switchback": "s8"}
 
 
