@@ -223,7 +223,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _read_json(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return read_json(path, {}, fields=fields) if path.exists() else {}
+        return read_json(path, {}, fields=fields)
     except (OSError, ValueError) as error:
         logging.warning("%s", error)
         return {}

@@ -78,16 +78,14 @@ class Watch:
           RollbackRequested: the guard returns the run to an earlier checkpoint.
           FloatingPointError: the loss is not finite and the step was not skipped.
         """
-        if spike.begins:
-            from maxlp.monitoring import spike_records  # few runs have spikes
+        from maxlp.monitoring import spike_records  # few runs have spikes
 
+        if spike.begins:
             spike_records.save(workdir, spike, self.config, self._steps, self._positions[spike.step - 1])
         if self.config.guard == "rollback" and spike.sigmas > self.config.guard_threshold:
             raise RollbackRequested(spike, self.config)
         if not math.isfinite(spike.loss) and not values.get("skipped"):
-            from maxlp.monitoring.spike_records import suspect  # few runs have spikes
-
-            cause = suspect(list(self._steps), self.config.rms_threshold)
+            cause = spike_records.suspect(list(self._steps), self.config.rms_threshold)
             raise FloatingPointError(
                 f"the loss of step {spike.step} is {spike.loss}{cause and f'; {cause}'}; lower "
                 "optimizer.learning_rate, or set spikes.guard to skip or rollback; to replay the steps "

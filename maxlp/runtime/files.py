@@ -71,8 +71,11 @@ def mirrored(path: Path) -> Any:
 
 def bucket(path: Path) -> Any:
     """The module `bucket` if a path is in a mirror, else None."""
-    mirror = mirror_module()
-    return mirror.bucket_of(path) if mirror else None
+    if mirrored(path) is None:
+        return None
+    from maxlp.runtime import bucket
+
+    return bucket
 
 
 def shown(text: object) -> str:

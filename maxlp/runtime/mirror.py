@@ -88,15 +88,6 @@ def find(path: Path) -> "Mirror | None":
     return next((mirror for mirror in _mirrors.values() if path.is_relative_to(mirror.folder)), None)
 
 
-def bucket_of(path: Path) -> Any:
-    """The module `bucket` if a path is in a mirror, else None."""
-    if find(path) is None:
-        return None
-    from maxlp.runtime import bucket
-
-    return bucket
-
-
 def with_urls(text: str) -> str:
     """A text with URLs instead of folders in mirrors."""
     for protocol in storage.BUCKETS:

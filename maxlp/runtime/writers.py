@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-import jax
 import numpy as np
 from absl import logging
 
-from maxlp.runtime import files
+from maxlp.runtime import distributed, files
 from maxlp.runtime.messages import format_seconds
 
 MIN_DATA_WAIT = 0.05  # fraction of the time; the console omits shorter waits for data
@@ -84,7 +83,7 @@ class MetricWriter:
         wandb_tags: tuple[str, ...] = (),
     ) -> None:
         self._writers: list[Writer] = []
-        if jax.process_index() != 0:
+        if not distributed.is_primary():
             return
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.readers import BrokenExample, read_if_there
+from maxlp.data.readers import TOKEN_DTYPES, BrokenExample, read_if_there
 from maxlp.data.readers.access import locate
 from maxlp.data.sources import VALIDATION, Source, Spec
 from maxlp.data.specs import one_line
@@ -199,7 +199,7 @@ def _wrong_entry(manifest: dict[str, Any]) -> str | None:
         return "its shards are not files of this folder"
     if manifest.get("kind", "text") not in ("text", "tokens"):
         return f"kind {manifest['kind']!r} is unknown"
-    if manifest.get("dtype") not in (None, "uint16", "uint32", "int32"):
+    if manifest.get("dtype") not in (None, *TOKEN_DTYPES):
         return f"dtype {manifest['dtype']!r} is unknown"
     total = sum(shard["documents"] for shard in manifest["shards"])
     if manifest.get("documents", total) != total:
