@@ -10,8 +10,8 @@ Both compile ahead of time in one environment, with one JAX and one libtpu: maxl
 MaxText through its own `train_compile` and `base.yml`. Both have parameters and AdamW's moments in float32,
 matmuls in bfloat16, packed sequences with segment ids, the splash kernel, fsdp over all chips, and clipping
 by the global norm. Each side writes its program (NAME.hlo) and the compiler's report of its memory
-(NAME.json) to --dump; a side whose files exist is not compiled again. One parser (`maxlp.planning`) reads
-both programs. ``--maxlp=--config.loss.num_chunks=1`` and ``--maxtext=num_vocab_tiling=8`` pass settings on.
+(NAME.json) to --dump; a side whose files exist is not compiled again. The same parsers read both programs.
+``--maxlp=--config.loss.num_chunks=1`` and ``--maxtext=num_vocab_tiling=8`` pass settings on.
 The table says how long each side compiled: maxlp for 64 chips two minutes on two cores (docs/plans).
 """
 
@@ -26,8 +26,9 @@ from pathlib import Path
 
 from training import topology
 
-from maxlp.planning import compiled, hlo, hlo_flops, topologies
+from maxlp.planning import compiled, hlo, topologies
 from maxlp.planning.topologies import GIB, Topology
+from tests.planning import hlo_flops
 
 REMAT = {"block": "full", "dots": "minimal"}  # remat policy of maxlp -> the nearest one of MaxText
 HEADER = (

@@ -29,8 +29,8 @@ from training import CompiledRun, llama_config, random_text, timed
 
 from maxlp import optim
 from maxlp.core.train_state import num_params
-from maxlp.planning.hlo_flops import matmul_flops
 from maxlp.run.experiment import Experiment, resolve
+from tests.planning.hlo_flops import matmul_flops
 
 BARS = {"stable_adamw": 1.05, "apollo": 1.05, "galore, randomized": 1.10}
 COMMON = {

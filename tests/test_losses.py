@@ -8,7 +8,8 @@ from flax import nnx
 from maxlp.families.llama import losses
 from maxlp.nn import layers
 from maxlp.parallel import sharding
-from maxlp.planning import hlo, hlo_flops, topologies
+from maxlp.planning import hlo, topologies
+from tests.planning import hlo_flops
 
 B, S, D, V = 3, 8, 16, 50
 

@@ -13,13 +13,14 @@ from flax.nnx.traversals import flatten_mapping
 
 from maxlp.families import FAMILIES, weights
 from maxlp.parallel import sharding
-from maxlp.planning import compiled, hlo_flops
+from maxlp.planning import compiled
 from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.run import constraints
 from maxlp.run.config import load_file, presets
 from maxlp.run.experiment import assemble
 from maxlp.run.pretrained import check_written
 from maxlp.run.settings import Settings, read
+from tests.planning import hlo_flops
 from tests.run.fixtures import changed
 
 FORMATS = [(family, name) for family in FAMILIES for name in weights.formats(family)]

@@ -10,11 +10,11 @@ from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.families.llama.cost import COST
 from maxlp.families.llama.presets import llama
 from maxlp.parallel import sharding
-from maxlp.planning import compiled, hlo, hlo_flops, topologies
+from maxlp.planning import compiled, hlo, topologies
 from maxlp.planning.cost_model import cost_of, state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import Settings
-from tests.planning import peaks
+from tests.planning import hlo_flops, peaks
 
 SMALL = dict(
     embed_dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=2048

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlp.planning import hlo_flops
+from tests.planning import hlo_flops
 
 # Two matmuls in the TPU compiler's form. The first sums over two dims, one of them written as a window.
 # The output of the second has two feature dims, one of them written as a window that slides over padding,

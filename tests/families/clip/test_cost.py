@@ -11,11 +11,11 @@ from maxlp.families.clip.contrastive import ContrastiveConfig, contrastive_sums
 from maxlp.families.clip.model import CLIP
 from maxlp.families.clip.presets import CLIP_SIZES, clip
 from maxlp.parallel import sharding
-from maxlp.planning import compiled, hlo_flops
+from maxlp.planning import compiled
 from maxlp.planning.cost_model import state_shapes
 from maxlp.run.experiment import assemble
 from maxlp.run.settings import read
-from tests.planning import peaks
+from tests.planning import hlo_flops, peaks
 
 
 def settings(**changes):
