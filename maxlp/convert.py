@@ -114,7 +114,7 @@ def main(command: str = "") -> None:
                 raise ValueError(f"--{name} is for {other}, not for {command}; drop it")
     new_folder.clean_up_on_sigterm()
     if command == "import":
-        source, workdir = hub.as_id(str(flags.FLAGS.input or "")), _required("output")
+        source, workdir = hub.as_id(str(values.input or "")), _required("output")
         if not hub.is_id(source):
             source = str(_required("input"))
         import_weights(source, workdir, values.format, values.dtype, values.image_size)

@@ -202,7 +202,10 @@ def _check_bucket(output: str) -> list[str]:
     """Checks that a URL can be written to; returns the names of the files there."""
     if not output.startswith(tuple(f"{store}://" for store in storage.BUCKETS)):
         raise ValueError(f"--output={output} cannot be written to; give a folder, gs:// or s3://")
-    storage.check(output, "--output")
+    try:
+        storage.check(output)
+    except OSError as error:
+        raise ValueError(f"--output={output}: {error}") from error
     storage.write(f"{output}/.writable", b"")
     storage.remove(f"{output}/.writable")
     return shards_lib.names_in(output)

@@ -413,6 +413,12 @@ def test_a_bucket_takes_the_same_files(corpus, tmp_path, bucket, cache):  # noqa
     assert len([name for name in storage.find(output) if name.endswith(".array_record")]) == 2
 
 
+def test_a_bucket_that_does_not_exist_is_refused_first(corpus, bucket):
+    other = bucket.replace("bucket", "nobody", 1)
+    with pytest.raises(ValueError, match=rf"^--output={other}: .*nobody.* does not exist"):
+        prepare_text(corpus, other)
+
+
 def test_a_dataset_in_a_folder_below_the_output_stays(corpus, bucket, cache):  # noqa: F811
     prepare_text(corpus, f"{bucket}/out/en", shards=2)
     below = storage.find(f"{bucket}/out/en")

@@ -17,14 +17,16 @@ Workers = Annotated[int, Range(at_least=0, at_most=1024)]
 
 CACHED = 2**16  # up to this size permutations are kept in memory: Grain's shuffle may take 25 ms per number
 ROUNDS = 16  # of Grain's shuffle; after 4, its default, neighbours stay near each other at many sizes
+# In the settings of a state:
+SHUFFLE_ROUNDS = "shuffle_rounds"
+FINGERPRINTS = "fingerprints"  # those of the sources, see `data.fingerprint`
+CHAT_FINGERPRINT = "chat_template"  # that of the chat template, if there are conversations
 NAMES = {  # in messages, of settings that are not keys of the section data
     "seed": "train.seed",
     "tokenizer": "fingerprint of data.tokenizer",
-    "chat_template": "fingerprint of the chat template of data.tokenizer",
+    CHAT_FINGERPRINT: "fingerprint of the chat template of data.tokenizer",
     **{key: f"{key} of data.source" for key in ("documents", "examples", "weights")},
 }
-SHUFFLE_ROUNDS = "shuffle_rounds"  # in the settings of a state
-FINGERPRINTS = "fingerprints"  # in the settings of a state: those of the sources, see `data.fingerprint`
 
 
 def check_process(batch_size: int, seed: int, process_index: int, process_count: int) -> None:

@@ -69,7 +69,7 @@ def _find(url: str, suffix: str) -> dict[str, storage.Entry]:
     is_web = url.startswith("http")
     if has_magic(url):
         if url.startswith(("gs://", "s3://")):
-            _check(url)
+            storage.check(url)
         found = storage.glob(url)
         if is_web:  # of the links in a page, without sizes
             found = {each: storage.stat(each) for each in found}
@@ -152,13 +152,6 @@ def sizes(urls: Sequence[str]) -> list[int | None]:
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(size, urls))
-
-
-def _check(url: str) -> None:
-    try:
-        storage.check(url, "source")
-    except ValueError as error:  # the cause says whether it may pass
-        raise error.__cause__ or error from None
 
 
 def _stat_in_time(url: str) -> storage.Entry:

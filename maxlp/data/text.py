@@ -61,7 +61,6 @@ DOCUMENTS, WINDOWS = 0, 1  # part of the seeds, so that the two kinds of permuta
 # Fields of `TextDataConfig` that determine the batches; the state of an iterator records them.
 SETTINGS = ("batch_size", "seq_len", "packing", "max_documents", "shuffle", "shuffle_tokens", "num_epochs")
 ORDER = {"documents", "weights", "seed", "shuffle"}  # settings that determine the documents of a stream
-CHAT_TEMPLATE = "chat_template"  # in the settings of a state: the fingerprint of that of conversations
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -167,7 +166,7 @@ def make_data(
     if split == "train":
         made.settings[common.FINGERPRINTS] = [part.fingerprint for part in sources]
         if any(chats):
-            made.settings[CHAT_TEMPLATE] = template
+            made.settings[common.CHAT_FINGERPRINT] = template
     return dataclasses.replace(made, sources=documents, is_train=split == "train")
 
 
@@ -349,7 +348,7 @@ class TextIterator(common.PrefetchingIterator):
             logging.warning("the last data.shuffle_tokens are mixed again: some may come twice, some never")
         self.close()
         self._step = state["step"]
-        same_text = not changed & {common.FINGERPRINTS, CHAT_TEMPLATE}
+        same_text = not changed & {common.FINGERPRINTS, common.CHAT_FINGERPRINT}
         self._cursors = {
             stream: [(document, offset if same_text else 0) for document, offset in streams[str(stream)]]
             for stream, _ in self._rows

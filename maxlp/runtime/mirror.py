@@ -61,8 +61,8 @@ def open_folder(url: str, name: str) -> Path:
         known = " or ".join(f"{protocol}://" for protocol in storage.BUCKETS)
         raise ValueError(f"{name}={url} is not a folder that can be used; name one on disk, or at {known}")
     if find(_folder(url)) is None:
-        storage.check(url, name)
         try:
+            storage.check(url)
             mirror = Mirror(_run_of(url))
             mirror.pull()
         except OSError as error:

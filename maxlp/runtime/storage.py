@@ -66,14 +66,12 @@ def file_system(url: str) -> Any:
     return fsspec.filesystem(protocol)
 
 
-def check(url: str, name: str) -> None:
+def check(url: str) -> None:
     """Asks the store of a URL for an answer, once and before anything else is done.
 
-    Args:
-      name: what names the URL in a message, such as "--workdir".
-
     Raises:
-      ValueError: the store is unknown, refuses, or does not answer within `ANSWER_SECONDS`.
+      ValueError: as `file_system`.
+      OSError: the store refuses, has no such bucket, or does not answer within `ANSWER_SECONDS`.
     """
     protocol, bucket = _protocol(url), url.split("/")[2]
 
@@ -86,11 +84,8 @@ def check(url: str, name: str) -> None:
         else:
             fs.info(url)
 
-    try:
-        with _explained(f"{protocol}://{bucket}" if protocol in BUCKETS else url):
-            in_time(ask)
-    except OSError as error:
-        raise ValueError(f"{name}={url}: {error}") from error
+    with _explained(f"{protocol}://{bucket}" if protocol in BUCKETS else url):
+        in_time(ask)
 
 
 def find(folder: str) -> dict[str, Entry]:

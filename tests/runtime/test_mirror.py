@@ -102,6 +102,12 @@ def test_a_temporary_folder_that_is_cleaned_takes_nothing_from_the_bucket(bucket
     assert names(bucket) == ["a.txt"]
 
 
+def test_a_bucket_that_does_not_exist_is_named_with_its_flag(bucket):
+    other = bucket.replace("bucket", "nobody", 1)
+    with pytest.raises(ValueError, match=rf"^--workdir={other}: .*nobody.* does not exist"):
+        opened(other)
+
+
 def test_a_folder_that_does_not_exist_is_not_made_up(bucket):
     assert not opened(f"{bucket}/none").exists()
     assert names(f"{bucket}/none") == []

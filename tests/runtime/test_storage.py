@@ -33,9 +33,9 @@ def test_errors_name_the_url_in_one_line(bucket):
     with pytest.raises(FileNotFoundError, match=f"{bucket}/none does not exist"):
         storage.read(f"{bucket}/none")
     other = bucket.replace("bucket", "nobody", 1)
-    with pytest.raises(ValueError, match=r"--workdir=.*nobody.* does not exist"):
-        storage.check(other, "--workdir")
-    storage.check(bucket, "--workdir")
+    with pytest.raises(FileNotFoundError, match=r"nobody.* does not exist"):
+        storage.check(other)
+    storage.check(bucket)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
 
     monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(storage, "file_system", lambda url: Silent())
-    with pytest.raises(ValueError, match="--workdir=gs://a/b: gs://a: no answer within"):
-        storage.check("gs://a/b", "--workdir")
+    with pytest.raises(storage.StorageError, match=r"^gs://a: no answer within"):
+        storage.check("gs://a/b")
 
 
 @pytest.mark.parametrize("path", ["/a/b", "a", "", "C:/a", "text:/data/a.txt", "~/gs:/x"])
