@@ -18,8 +18,7 @@ from urllib.parse import unquote
 
 from absl import logging
 
-from maxlp.data.readers import COMPRESSED
-from maxlp.data.readers.access import expand_braces, find_files, of_kind, open_file
+from maxlp.data.readers.access import expand_braces, find_files, of_kind
 from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 from maxlp.runtime.files import is_url
@@ -197,19 +196,6 @@ def read_if_there(url: str) -> bytes | None:
         return retried(lambda: storage.read(url), url)
     except FileNotFoundError:
         return None
-
-
-def read_whole(path: str) -> bytes:
-    """The content of a URL or of a compressed file, decompressed."""
-    with open_file(path) as file:
-        data = file.read()
-    if not path.endswith(COMPRESSED):
-        return data
-    from maxlp.data.local_cache import decompress
-
-    target = io.BytesIO()
-    decompress(path, io.BytesIO(data), target)
-    return target.getvalue()
 
 
 def open_stream(url: str) -> BinaryIO:

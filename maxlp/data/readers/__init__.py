@@ -42,9 +42,9 @@ def walk_folders(
 def read_whole(path: str) -> bytes:
     """The content of a file or URL, decompressed."""
     if is_url(path) or path.endswith(COMPRESSED):
-        from maxlp.data import remote
+        from maxlp.data.readers import access  # not for the standard library
 
-        return remote.read_whole(path)
+        return access.read_whole(path)
     with open(path, "rb") as file:
         return file.read()
 

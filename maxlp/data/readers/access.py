@@ -2,6 +2,7 @@
 
 import bisect
 import glob
+import io
 import itertools
 import os
 import re
@@ -81,6 +82,19 @@ def open_file(path: str) -> BinaryIO:
 
         return remote.open_stream(path)
     return open(path, "rb")
+
+
+def read_whole(path: str) -> bytes:
+    """The content of a URL or of a compressed file, decompressed."""
+    with open_file(path) as file:
+        data = file.read()
+    if not path.endswith(COMPRESSED):
+        return data
+    from maxlp.data.local_cache import decompress
+
+    target = io.BytesIO()
+    decompress(path, io.BytesIO(data), target)
+    return target.getvalue()
 
 
 def read_range(path: str, start: int, end: int) -> bytes:
