@@ -32,7 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.files = {"tokenizer.model": data}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._args
+        return type(self), self._args, {"files": self.files}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.asarray(self._model.encode(as_str(text)), np.int32)

@@ -27,11 +27,13 @@ def test_unknown_ids_decode_to_nothing(bpe_path, sentencepiece_paths):
 
 def test_tokenizers_pickle(bpe_path, sentencepiece_paths):
     text = "<|end_of_text|> </s> def f(x): return x"
-    for spec in ("bytes", f"{bpe_path}?pad=a", sentencepiece_paths[True]):
+    beside = "chat_template=plain"
+    for spec in ("bytes", f"{bpe_path}?pad=a&{beside}", f"{sentencepiece_paths[True]}?{beside}"):
         tokenizer = make_tokenizer(spec)
         again = pickle.loads(pickle.dumps(tokenizer))
         assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
         assert again.fingerprint == tokenizer.fingerprint and again.pad_id == tokenizer.pad_id
+        assert again.files == tokenizer.files
 
 
 def test_the_files_reproduce_the_tokenizer(tmp_path, bpe_path, sentencepiece_paths):
