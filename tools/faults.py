@@ -2662,11 +2662,12 @@ RUNTIME = [
     *_in(
         "runtime/new_folder.py",
         "runtime/test_new_folder.py",
-        ("temporary.mkdir(parents=True)", "temporary.mkdir(parents=True, exist_ok=True)"),
+        ("temporary.mkdir()", "temporary.mkdir(exist_ok=True)"),
         ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
-        ("            if locked:\n", "            if True:\n"),
+        ("        if locked:\n", "        if True:\n"),
         ("if any(path != temporary for path in folder.iterdir()):", "if False:"),
-        ("            undo.callback(_remove_empty, missing)", "            pass"),
+        ("                undo.callback(_remove_empty, path)", "                pass"),
+        ("            else:  # not if", "            finally:  # not if"),
     ),
     *_in(
         "runtime/lock.py",

@@ -28,7 +28,7 @@ from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
 from maxlp.runtime.manifest import md5
 from maxlp.runtime.messages import counted, format_seconds
-from maxlp.runtime.new_folder import only_writer
+from maxlp.runtime.new_folder import created, only_writer
 from maxlp.runtime.storage import StorageError
 
 UPLOAD_THREADS = 8
@@ -105,20 +105,13 @@ def no_partial_files(output: str, names: Collection[str] = ()) -> Iterator[None]
     Raises:
       ValueError: another process is in such a block with the same folder.
     """
-    missing = [path for path in (Path(output), *Path(output).parents) if not path.exists()]
-    os.makedirs(output, exist_ok=True)
     partial = [pattern + PARTIAL for pattern in ("*" + SUFFIX, MANIFEST, *names)]
-    with only_writer(Path(output)):
-        try:
-            _remove(output, *partial)
-            yield
-        except BaseException:
-            _remove(output, *partial)
-            with contextlib.suppress(OSError):
-                for path in missing:
-                    path.rmdir()
-            raise
+    with created(Path(output)), only_writer(Path(output)):
         _remove(output, *partial)
+        try:
+            yield
+        finally:
+            _remove(output, *partial)
 
 
 @contextlib.contextmanager

@@ -46,25 +46,36 @@ def unfinished(folder: Path) -> Iterator[Path]:
             yield folder
         return
     temporary = folder / UNFINISHED  # inside, because `folder` may be all that can be written to
+    with created(folder), only_writer(folder) as locked:
+        if locked:
+            files.remove(temporary)  # of a process that was killed
+        try:
+            temporary.mkdir()  # of several processes one succeeds, also without locks
+        except FileExistsError:
+            raise ValueError(in_use_message(folder, temporary)) from None
+        try:
+            if any(path != temporary for path in folder.iterdir()):
+                raise ValueError(f"{folder} is not empty; choose a new directory")
+            yield temporary
+            for path in sorted(temporary.iterdir()):
+                path.rename(folder / path.name)
+        finally:
+            files.remove(temporary)
+
+
+@contextlib.contextmanager
+def created(folder: Path) -> Iterator[None]:
+    """Creates a folder and its parents; if the block raises, deletes those of them that are empty again."""
     with contextlib.ExitStack() as undo:
-        for missing in (each for each in reversed((folder, *folder.parents)) if not each.exists()):
-            undo.callback(_remove_empty, missing)
-        folder.mkdir(parents=True, exist_ok=True)
-        with only_writer(folder) as locked:
-            if locked:
-                files.remove(temporary)  # of a process that was killed
+        for path in reversed((folder, *folder.parents)):
             try:
-                temporary.mkdir(parents=True)  # of several processes one succeeds, also without locks
-            except FileExistsError:
-                raise ValueError(in_use_message(folder, temporary)) from None
-            try:
-                if any(path != temporary for path in folder.iterdir()):
-                    raise ValueError(f"{folder} is not empty; choose a new directory")
-                yield temporary
-                for path in sorted(temporary.iterdir()):
-                    path.rename(folder / path.name)
-            finally:
-                files.remove(temporary)
+                path.mkdir()
+            except OSError:
+                if not path.is_dir():
+                    raise
+            else:  # not if it was there, or another process has just created it and will write to it
+                undo.callback(_remove_empty, path)
+        yield
         undo.pop_all()
 
 

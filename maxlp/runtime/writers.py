@@ -59,7 +59,6 @@ class MetricWriter:
         steps are removed from ``metrics.jsonl``, because they will be written again. (So write the
         records of a step before its checkpoint.)
       run_config: shown by W&B.
-      console: print progress to standard output.
       tensorboard: write event files.
       wandb_project: the W&B project; None or "" disables W&B. Its environment variables apply, such as
         WANDB_MODE=offline.
@@ -76,7 +75,6 @@ class MetricWriter:
         total_steps: int | None,
         resume_step: int,
         run_config: Mapping[str, Any] | None = None,
-        console: bool = True,
         tensorboard: bool = True,
         wandb_project: str | None = None,
         wandb_group: str = "",
@@ -87,9 +85,10 @@ class MetricWriter:
             return
         workdir = Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        self._writers.append(JsonlWriter(workdir / "metrics.jsonl", resume_step))
-        if console:
-            self._writers.append(ConsoleWriter(total_steps, sys.stdout))
+        self._writers += [
+            JsonlWriter(workdir / "metrics.jsonl", resume_step),
+            ConsoleWriter(total_steps, sys.stdout),
+        ]
         if tensorboard:
             from maxlp.runtime.tensorboard_writer import TensorBoardWriter
 

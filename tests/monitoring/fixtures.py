@@ -1,6 +1,8 @@
 """A toy training run with spikes on request, and the files that a finished run leaves."""
 
+import contextlib
 import functools
+import io
 import json
 import math
 from pathlib import Path
@@ -188,7 +190,8 @@ def write_run(path, steps=400, losses=None):
     """A run as training leaves it: a record every 10 steps, an evaluation every 100, one resume."""
     run_dir.record_launch(path, ConfigDict(CONFIG), 0, num_params=1000, units_per_step=2048)
     run_dir.record_launch(path, ConfigDict(CONFIG), 200, num_params=1000, units_per_step=2048)
-    writer = MetricWriter(path, total_steps=400, resume_step=0, console=False, tensorboard=False)
+    with contextlib.redirect_stdout(io.StringIO()):
+        writer = MetricWriter(path, total_steps=400, resume_step=0, tensorboard=False)
     for i, n in enumerate(range(10, steps + 1, 10)):
         loss = 1.5 + 4 * math.exp(-n / 50) if losses is None else losses[i]
         train = {"loss": loss, "grad_norm": 1 / n, "learning_rate": 1e-3}

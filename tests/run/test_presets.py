@@ -53,7 +53,7 @@ from tests.run.fixtures import load
         ("train.local", LocalConfig, set()),
         ("spikes", SpikeConfig, set()),
         ("checkpoint", Checkpointer, {"directory", "on_complete"}),
-        ("metrics", MetricWriter, {"run_config", "console", "total_steps", "resume_step", "workdir"}),
+        ("metrics", MetricWriter, {"run_config", "total_steps", "resume_step", "workdir"}),
         ("profile", Profiler, {"workdir"}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -37,7 +37,7 @@ def test_only_programs_may_differ():
         with pytest.raises(ConfigError, match="diff needs the same model, data and seed"):
             two_runs.check(CONFIG | {"data": {}}, other)
     with pytest.raises(ConfigError, match="A and B have the same config; give one that differs"):
-        two_runs.check(CONFIG, CONFIG | {"metrics": {"console": False}})
+        two_runs.check(CONFIG, CONFIG | {"metrics": {"tensorboard": False}})
 
 
 def test_runs_with_other_tokenizers_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """A folder that is written as a whole or not at all."""
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_an_unfinished_folder_that_fails_leaves_nothing(tmp_path):
         (folder / "weights").write_text("x")
         raise KeyError
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_process_creates_at_the_same_time_stays(tmp_path, monkeypatch):
+    mkdir, failure = Path.mkdir, ValueError("refused")
+
+    def beaten(path):
+        mkdir(path)
+        raise FileExistsError
+
+    monkeypatch.setattr(Path, "mkdir", beaten)
+    with pytest.raises(ValueError, match="refused"), new_folder.created(tmp_path / "a" / "b"):
+        raise failure
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in tmp_path / "file", tmp_path / "file" / "folder":
+        with pytest.raises(OSError, match=str(tmp_path / "file")), new_folder.created(folder):
+            pass
 
 
 def test_a_folder_in_a_bucket_is_marked_until_it_is_whole(bucket, monkeypatch):

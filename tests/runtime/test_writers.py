@@ -24,9 +24,7 @@ from maxlp.runtime import distributed, writers
 
 @contextlib.contextmanager
 def writer(workdir, **changes):
-    w = writers.MetricWriter(
-        workdir, **(dict(total_steps=6, resume_step=0, console=False, tensorboard=False) | changes)
-    )
+    w = writers.MetricWriter(workdir, **(dict(total_steps=6, resume_step=0, tensorboard=False) | changes))
     yield w
     w.close()
 
@@ -302,7 +300,7 @@ def test_a_full_disk_is_an_error_at_once_and_names_the_file(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     with writer(tmp_path, tensorboard=True) as w, pytest.raises(OSError, match=rf"No space left.*/{name}'"):
-        jsonl, tensorboard = w._writers
+        jsonl, _, tensorboard = w._writers
         if name == "metrics.jsonl":
             monkeypatch.setattr(jsonl, "_file", types.SimpleNamespace(write=fails, close=jsonl._file.close))
         else:
@@ -341,7 +339,7 @@ def test_wandb_continues_the_run_of_the_workdir(tmp_path, monkeypatch):
 
 def test_only_the_first_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with writer(tmp_path / "run", console=True, tensorboard=True) as w:
+    with writer(tmp_path / "run", tensorboard=True) as w:
         w.write(1, {"train/loss": 2.0})
     assert not (tmp_path / "run").exists()
 
