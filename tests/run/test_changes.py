@@ -45,7 +45,7 @@ FREE = {
     "spikes": "guard statistics update_ratios window threshold min_history merge_steps rms_threshold lead "
     "guard_threshold rewind_steps skip_batches max_actions",
     "checkpoint": "every_steps keep_last keep_every",
-    "metrics": "console tensorboard wandb_project wandb_group wandb_tags",
+    "metrics": "tensorboard wandb_project wandb_group wandb_tags",
     "profile": "start steps",
 }
 for _table in (FIXED, FREE):  # a Qwen3 has the sections of a Llama
