@@ -180,13 +180,12 @@ def towers(settings: Settings, machine: Machine) -> tuple[Tower, Tower]:
 def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold.
 
-    Two moments compete: the loss, and the backward pass of a block of the larger tower. XLA may take either
-    tower first: the activations of the other one wait, or its gradients exist already, of which this counts
-    the larger. With several microbatches the towers do not depend on each other, XLA finishes one before it
+    Three moments compete: the loss, and the backward pass of a block of either tower, which XLA may take
+    first: the activations of the other one wait, or its gradients exist already, of which this counts the
+    larger. With several microbatches the towers do not depend on each other, XLA finishes one before it
     starts the other, and the loss holds features only.
     """
     image, text = towers(settings, machine)
-    larger, other = sorted((image, text), key=lambda one: -one.saved_by_all - one.backward_of_block)
     mesh, M = abstract_mesh(machine.axes), settings.train.microbatches
     pixels = image.R * 3 * settings.data.image_size**2
     held = held_state(settings, mesh, state) | {
@@ -195,26 +194,34 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     }
     if M > 1:  # XLA copies the batch, so that the rows of each microbatch are together
         held["microbatches"] = held["batch"]
-    waiting = other.saved_by_all if M == 1 else 0.0
-    kept = {"saved activations": larger.saved_by_all + waiting}
-    if not image.frozen:
-        kept["pixels"] = pixels * image.a
+    of_images = {} if image.frozen else {"pixels": pixels * image.a}
     visual = settings.model.visual
-    if visual.patch_dropout:
-        kept["dropped patches"] = image.R * visual.num_patches * image.D * image.a  # their gradient
-    block = {
-        "gradients": gradients(settings, machine, state),
-        "a block's activations": larger.backward_of_block,
-    }
-    if settings.train.release_gradients:
-        block["a layer's update"] = max(
-            one.block_params * 4 / (one.shards * one.t) for one in (image, text)
-        )
-    else:
-        params = state.tree["params"]
-        of_other = state.bytes_on(mesh, "params") * num_params(params[other.name]) / num_params(params)
-        block["gradients"] -= min(of_other, other.saved_by_all) if M == 1 else of_other
-    moments = [kept | block, {"loss": loss(settings, machine)} | (kept if M == 1 else {})]
+    if visual.patch_dropout:  # their gradient
+        of_images["dropped patches"] = image.R * visual.num_patches * image.D * image.a
+    of_all = gradients(settings, machine, state)
+    params = state.tree["params"]
+    of_param = state.bytes_on(mesh, "params") / num_params(params)
+
+    def backward(tower: Tower, other: Tower) -> dict[str, float]:
+        waiting = other.saved_by_all if M == 1 else 0.0
+        parts = {
+            "saved activations": tower.saved_by_all + waiting,
+            "gradients": of_all,
+            "a block's activations": tower.backward_of_block,
+        }
+        if settings.train.release_gradients:
+            parts["a layer's update"] = max(
+                one.block_params * 4 / (one.shards * one.t) for one in (image, text)
+            )
+        else:
+            of_other = of_param * num_params(params[other.name])
+            parts["gradients"] -= min(of_other, waiting) if M == 1 else of_other
+        return parts | of_images
+
+    at_loss = {"loss": loss(settings, machine)}
+    if M == 1:
+        at_loss |= {"saved activations": image.saved_by_all + text.saved_by_all} | of_images
+    moments = [backward(image, text), backward(text, image), at_loss]
     return held | max(moments, key=lambda parts: sum(parts.values()))
 
 
