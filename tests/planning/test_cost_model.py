@@ -1,8 +1,13 @@
 """The closed forms agree with what compilers report."""
 
+import ast
+import dataclasses
 import json
 import math
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -65,6 +70,30 @@ def test_committed_plans(path):
     assert plan["estimate"]["peak"] == pytest.approx(plan["compiled"]["peak"], rel=0.10)
     held = sum(plan["estimate"]["memory"][name] for name in ("parameters", "optimizer", "batch"))
     assert held == pytest.approx(plan["compiled"]["memory"]["arguments"], rel=1e-3)
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_committed_plans_count_the_work_that_this_version_counts(path):
+    """Otherwise make them again: `benchmarks/committed_plans.py`."""
+    committed = json.loads(path.read_text())
+    config, topology, *changes = shlex.split(committed["command"])[3:]
+    _, family, name, choices = re.fullmatch(r"--config=(\w+)/(\w+)/(\w+)\.py:?(.*)", config).groups()
+    flat = (change.removeprefix("--config.").split("=", 1) for change in changes)
+    values = {key: parsed(text) for key, text in flat}
+    s = read(changed(load(name, choices, family), values))
+    machine = topologies.parse(topology.removeprefix("--topology=")).machine(s)
+    now = dataclasses.asdict(cost_of(s).work(s, machine, state_shapes(s, machine)))
+    for source in ("estimate", "compiled"):
+        for part, value in now.items():
+            assert committed[source]["work"][part] == pytest.approx(value)
+
+
+def parsed(text: str) -> Any:
+    """A value of the command line: a Python literal, or else a string."""
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
 
 
 @pytest.mark.parametrize(
