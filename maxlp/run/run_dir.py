@@ -270,9 +270,11 @@ def versions() -> dict[str, str]:
 
 def git_revision() -> str | None:
     """The commit of the running code, with "-dirty" if it was changed since; None if it has none."""
-    file = Path(__file__)
-    tracked = ["git", "ls-files", "--error-unmatch", file.name]  # fails in a .venv inside another project
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    file = Path(__file__).resolve()
+    # Git refuses the checkout of another user (in a container, a mounted one), but its code runs already.
+    git = ["git", "-c", f"safe.directory={file.parents[2]}"]
+    tracked = [*git, "ls-files", "--error-unmatch", file.name]  # fails in a .venv inside another project
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     options: dict[str, Any] = dict(cwd=file.parent, capture_output=True, text=True, timeout=10, check=True)
     try:
         subprocess.run(tracked, **options)

@@ -44,8 +44,8 @@ def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_en
         author = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *author, *words], cwd=tmp_path, check=True)
 
-    file = tmp_path / ".venv" / "run_dir.py"
-    file.parent.mkdir()
+    file = tmp_path / "maxlp" / "run" / "run_dir.py"
+    file.parent.mkdir(parents=True)
     file.write_text("x = 1")
     monkeypatch.setattr(run_dir, "__file__", str(file))
     git("init", "-q")
@@ -55,6 +55,8 @@ def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_en
     git("commit", "-q", "-m", "the code's")
     assert len(run_dir.git_revision()) == 40
     file.write_text("x = 2")
+    assert run_dir.git_revision().endswith("-dirty")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # as in a container that mounts the checkout
     assert run_dir.git_revision().endswith("-dirty")
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of EleutherAI's `lm-eval` on a Llama; needs the extra `lm_eval`.
+"""Benchmarks of EleutherAI's `lm-eval` on a Llama; needs the extra `lm-eval`.
 
 The library makes the prompts and computes the metrics; this module answers its three kinds of requests.
 Every text begins with the token that begins documents in training, or as a chat template has it.
