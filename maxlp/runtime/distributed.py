@@ -44,8 +44,13 @@ def initialize() -> None:
     Call it before anything that touches a device. See the table at the top of the file.
 
     Raises:
-      ValueError: the environment is contradictory, or names a cluster that JAX cannot find.
+      ValueError: the environment is contradictory, names a cluster that JAX cannot find, or enables JAX's
+        64-bit types, with which a run computes other numbers.
     """
+    if jax.config.jax_enable_x64:
+        raise ValueError(
+            "JAX_ENABLE_X64 is set; unset it: 64-bit types change the numbers that a run computes"
+        )
     _join()
     alone = not jax.distributed.is_initialized()
     cpu.configure_client(alone)

@@ -96,6 +96,12 @@ def test_contradictions_are_reported_in_one_line(calls, monkeypatch, environment
     assert calls == []
 
 
+def test_64_bit_types_are_refused_because_they_change_the_numbers_of_a_run(calls):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"^JAX_ENABLE_X64 is set; unset it"):
+        distributed.initialize()
+    assert calls == []
+
+
 INITIALIZE = "from maxlp.runtime import distributed; distributed.initialize()"
 
 
