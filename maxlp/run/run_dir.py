@@ -1,9 +1,9 @@
 """The files of a run beside its checkpoints.
 
 config.json   the resolved config
-run.json      every launch of the run: time, step, command, git revision, versions, devices, and the signal
-              or error that ended it; the step of the last checkpoint that was completed; the commit of each
-              repository of the Hub
+run.json      every launch of the run: time, step, command, git revision, versions, devices, variables that
+              configure JAX and XLA, and the signal or error that ended it; the step of the last checkpoint
+              that was completed; the commit of each repository of the Hub
 tokenizer.*   the tokenizer's own file, if it has one
 lock          names the process that trains here, see `runtime.lock`
 metrics.jsonl, tensorboard/, loss.png, checkpoints/, spikes/, profile/, early_precision.json, wandb_id
@@ -36,6 +36,7 @@ from maxlp.runtime.distributed import is_primary
 from maxlp.runtime.files import read_json, remove, write_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+CONFIGURING = ("JAX_", "XLA_", "LIBTPU_", "NCCL_")  # beginnings of environment variables
 MAX_REASON = 500  # characters of an error in run.json
 
 
@@ -158,6 +159,7 @@ def record_launch(
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),
+            "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(CONFIGURING)},
             "platform": device.platform,
             "device_kind": device.device_kind,
             "num_devices": jax.device_count(),

@@ -37,6 +37,17 @@ def test_every_start_and_the_last_checkpoint_are_recorded(tmp_path, monkeypatch)
     assert script == "python train.py '--workdir=/data/my run'"
 
 
+def test_variables_that_configure_jax_and_xla_are_recorded_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    monkeypatch.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    started(tmp_path)
+    [start] = json.loads((tmp_path / "run.json").read_text())["starts"]
+    found = start["environment"]
+    assert found["XLA_FLAGS"] == "--xla_gpu_autotune_level=0" and found["JAX_DEFAULT_PRNG_IMPL"] == "rbg"
+    assert all(key.startswith(("JAX_", "XLA_", "LIBTPU_", "NCCL_")) for key in found)
+
+
 def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(
     tmp_path, monkeypatch
 ):
