@@ -2321,7 +2321,7 @@ RUN = [
         ("default=0) >= first", "default=1) >= first"),
         # The precision of the late phase in place of the early one.
         (
-            'if early["recipe"] != "bf16" or early["rules"]:',
+            "if read(early).is_quantized:",
             "if True:",
             "::test_the_early_precision_is_kept_when_the_late_phase_begins",
         ),

@@ -20,10 +20,10 @@ def refusal(p: PrecisionConfig, matmuls: Mapping[str, str]) -> str | None:
             f"precision.options.{key}={getattr(p.options, key)!r} has no effect with precision.recipe="
             f"{p.recipe}: {reason} (and precision.rules take none); leave it unset or choose another recipe"
         )
-    if p.recipe == "bf16" and p.min_dim:
+    if p.make(p.recipe).is_plain and p.min_dim:
         return (
-            f"precision.min_dim={p.min_dim} has no effect with precision.recipe=bf16; set it to 0 or "
-            "choose another recipe"
+            f"precision.min_dim={p.min_dim} has no effect with precision.recipe={p.recipe}, which "
+            "changes no matmul; set it to 0 or choose another recipe"
         )
     if p.recipe == "bf16" and p.rules and all(p.make(name).is_plain for _, name in p.rules):
         return (

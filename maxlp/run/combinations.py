@@ -29,6 +29,11 @@ def scalify_refusal(s: Settings, machine: Machine) -> str | None:
         (p.recipe != "bf16", f"precision.recipe={p.recipe}", "precision.recipe=bf16"),
         (bool(p.rules), "precision.rules", "no rules"),
         (p.min_dim > 0, f"precision.min_dim={p.min_dim}", "precision.min_dim=0"),
+        (
+            p.high_precision_from > 0,
+            f"precision.high_precision_from={p.high_precision_from}",
+            "precision.high_precision_from=0",
+        ),
         (p.health_every > 0, f"precision.health_every={p.health_every}", "precision.health_every=0"),
         (
             p.magnitudes_every > 0,

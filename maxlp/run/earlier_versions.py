@@ -30,7 +30,8 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
         low_bit |= {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}  # what an empty section meant
     # Keys that had no effect, which are refused today.
     recipes, profile = config.get("precision", {}), config.get("profile", {})
-    if recipes.get("recipe") == "bf16" and "min_dim" in recipes:
+    keeps_all = (recipes.get("options") or {}).get("keep") is None  # no matmul samples tokens
+    if recipes.get("recipe") == "bf16" and "min_dim" in recipes and keeps_all:
         recipes["min_dim"] = 0
         if all(name == "bf16" for _, name in recipes.get("rules") or ()):
             recipes["rules"] = ()

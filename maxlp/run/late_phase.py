@@ -30,16 +30,16 @@ def config_now(values: dict[str, Any], workdir: Path | None) -> dict[str, Any]:
     Raises:
       ConfigError: a wrong value, or a run without low precision.
     """
-    read(ConfigDict(values))  # raises
+    s = read(ConfigDict(values))
     p = values["precision"]
     infos = checkpoint.list_steps(workdir / "checkpoints") if workdir else []
     first = p["high_precision_from"]
     if max((i.step for i in infos if i.status == "complete"), default=0) >= first:
         p |= WITHOUT_RECIPE | dict(options=dict.fromkeys(p["options"]), health_every=0)
-    elif p["recipe"] == "bf16" and not p["rules"]:
+    elif not s.is_quantized:
         raise ConfigError(
-            f"config.precision.high_precision_from={first} changes nothing with recipe=bf16; set it to 0, "
-            "or choose another recipe"
+            f"config.precision.high_precision_from={first} changes nothing: all matmuls compute in "
+            f"{s.model.dtype} from the start; set it to 0, or choose another recipe"
         )
     return values
 
@@ -64,9 +64,9 @@ def begin(s: Settings, step: int, workdir: Path) -> None:
         )
     if step < first or not is_primary() or not (workdir / "config.json").exists():
         return
-    early = run_dir.load_config(workdir).to_dict()["precision"]
-    if early["recipe"] != "bf16" or early["rules"]:
-        write_json(workdir / EARLY, {"last_step": step, "precision": early})
+    early = run_dir.load_config(workdir)
+    if read(early).is_quantized:
+        write_json(workdir / EARLY, {"last_step": step, "precision": early.precision.to_dict()})
 
 
 def config_at(workdir: Path, step: int | None) -> ConfigDict:

@@ -41,6 +41,7 @@ REFUSED = {
         (SCALIFY | {"precision.recipe": "fp8_current"}, 1, "cpu", "set precision.recipe=bf16"),
         (SCALIFY | {"precision.rules": (("*/q_proj", "fp8_current"),)}, 1, "cpu", "set no rules"),
         (SCALIFY | {"precision.min_dim": 64}, 1, "cpu", "set precision.min_dim=0"),
+        (SCALIFY | {"precision.high_precision_from": 4}, 1, "cpu", "set precision.high_precision_from=0"),
         (SCALIFY | {"precision.health_every": 10}, 1, "cpu", "set precision.health_every=0"),
         (SCALIFY | {"precision.magnitudes_every": 10}, 1, "cpu", "set precision.magnitudes_every=0"),
         (SCALIFY, 1, "gpu", "set model.attention=xla"),
@@ -317,6 +318,7 @@ ACCEPTED = [
     {"train.release_gradients": True, "optimizer.clip_norm": 0.0, "precision.recipe": "fp8_delayed"},
     {"precision.recipe": "mxfp8", "data.seq_len": 100},
     SAMPLED | {"precision.options.keep": 1.0},  # it is 0.3 by default
+    {"precision.options.keep": 0.5, "precision.min_dim": 64},
     {"model.dtype": "float16", "precision.loss_scale.initial": 256.0},
     {"precision.loss_scale.per_tensor": True, "optimizer.galore.rank": 0} | NOT_LOW_BIT,
     {"optimizer.name": "adafactor"} | NOT_LOW_BIT,

@@ -53,7 +53,7 @@ def test_a_run_that_ends_in_high_precision(tmp_path):
 
 def test_a_run_without_low_precision_has_no_late_phase(tmp_path):
     message = finish(start(tmp_path, LATE, "--dry_run"), code=2)
-    assert "config.precision.high_precision_from=4 changes nothing with recipe=bf16; set it to 0" in message
+    assert "config.precision.high_precision_from=4 changes nothing: all matmuls compute in" in message
 
 
 @pytest.mark.parametrize(("recipe", "is_refused"), [("fp8_delayed", True), ("fp8_current", False)])
@@ -93,6 +93,21 @@ def test_the_early_precision_is_kept_when_the_late_phase_begins(tmp_path):
         run_dir.save_config(tmp_path, late)
         recipes = [late_phase.config_at(tmp_path, step).precision.recipe for step in (4, 5)]
         assert recipes == ["nvfp4", "bf16"]
+
+
+def test_a_phase_that_samples_tokens_in_the_models_dtype_can_end(tmp_path):
+    """It is a recipe, under whichever name; one that keeps all tokens is none."""
+    late = {"precision.high_precision_from": 4}
+    for name in ("bf16", "wta_crs"):
+        c = changed(load("debug"), late | {"precision.recipe": name, "precision.options.keep": 0.5})
+        assert late_phase.config_now(c.to_dict(), None)["precision"]["options"]["keep"] == 0.5
+        run_dir.save_config(tmp_path, c)
+        late_phase.begin(read(changed(load("debug"), late)), 4, tmp_path)
+        assert late_phase.config_at(tmp_path, 4).precision.options.keep == 0.5
+        (tmp_path / late_phase.EARLY).unlink()
+    c.precision.options.keep = 1.0
+    with pytest.raises(ConfigError, match="high_precision_from=4 changes nothing: all matmuls compute in"):
+        late_phase.config_now(c.to_dict(), None)
 
 
 def test_a_run_without_checkpoints_is_in_its_early_phase(tmp_path):

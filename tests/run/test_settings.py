@@ -214,6 +214,10 @@ def test_a_config_of_version_0_1_still_loads(tmp_path):
     # What had no effect, and is refused today.
     assert (s.precision.min_dim, s.precision.rules) == (0, ())
     assert not s.profile.keywords.get("start")
+    # What has an effect, because the matmuls of the blocks sample tokens.
+    old["precision"] |= {"options": {"keep": 0.5}, "min_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert read(run_dir.load_config(tmp_path)).precision.min_dim == 64
 
 
 LOWEST = dict(total_steps=1, microbatches=1, log_every=1, eval_every=0, eval_batches=0, seed=0)
