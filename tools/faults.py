@@ -367,7 +367,7 @@ OPTIM = [
         "optim/adamp.py",
         "optim/test_adamp.py",
         ("delta / size**0.5", "delta / size"),
-        ("1 / wd_ratio, 1.0)", "wd_ratio, 1.0)"),
+        ("1 / wd_ratio, layers)", "wd_ratio, layers)"),
         (
             "return step - direction * dot(direction, step)",
             "return step + direction * dot(direction, step)",

@@ -75,7 +75,7 @@ def scale_by_adamp(
                 _tangent(g, w, step, view, axes, delta, eps) for view in views
             )
             chosen = jnp.where(channel_free, by_channel, jnp.where(free, whole, step))
-            return chosen, jnp.where((channel_free | free).reshape(layers.shape), 1 / wd_ratio, 1.0)
+            return chosen, jnp.where((channel_free | free).reshape(layers.shape), 1 / wd_ratio, layers)
 
         both = jax.tree.map_with_path(one, grads, weights, steps)
         steps, divisors = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), both)

@@ -156,7 +156,7 @@ def _no_subspace(path: KeyPath, p: jax.Array, config: GaloreConfig) -> Subspace 
         projector=_packed(jnp.zeros((*layers, m, r), jnp.float32), dim, config),
         last_refresh=jnp.full(layers, NEVER, jnp.int32),
         stretch=jnp.ones(layers, jnp.int32),
-        overlaps=jnp.full((*layers, OVERLAPS), -jnp.inf),
+        overlaps=jnp.full((*layers, OVERLAPS), -jnp.inf, jnp.float32),
     )
 
 

@@ -180,6 +180,7 @@ def test_jit_equals_eager(name):
 
 @every
 def test_shapes_are_known_in_advance_and_never_change(name):
+    """Nothing is of a weak type, for which the second step would be compiled again."""
     tx = make(name)
 
     def spec(tree):
@@ -189,6 +190,7 @@ def test_shapes_are_known_in_advance_and_never_change(name):
     updates, after = jax.eval_shape(tx.update, gradients(1)[0], abstract, start(name))
     assert spec(abstract) == spec(four_steps(name)[1]) == spec(after)
     assert spec(updates) == spec(gradients(1)[0])
+    assert not any(x.weak_type for x in jax.tree.leaves((abstract, after)))
 
 
 @quick_for("adamw", "adafactor", "galore", "low_bit", "flash")  # each kind of state
