@@ -159,7 +159,7 @@ def record_launch(
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),
-            "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(CONFIGURING)},
+            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(CONFIGURING)},
             "platform": device.platform,
             "device_kind": device.device_kind,
             "num_devices": jax.device_count(),
