@@ -12,7 +12,6 @@ six of two minutes.
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -35,8 +34,10 @@ from fidelity_runs import (
     Watch,
     check_names,
     digits,
+    make_parser,
     run_missing,
     watch_nothing,
+    with_random_tokens,
 )
 from flax import nnx
 
@@ -162,11 +163,11 @@ def compare(
         batches = data.batches(seed, run.settings.train.total_steps)
         if experiment == "optimizers":
             batches = [
-                broken(batch, i) if i in fidelity_figures.BROKEN else batch
+                with_random_tokens(batch, i) if i in fidelity_figures.BROKEN else batch
                 for i, batch in enumerate(batches)
             ]
         state, records = run.train(run.init(seed), batches, watch(run))
-        return {"validation": validation_loss(run, state), **records}
+        return {"validation": run.evaluate(state)["loss"], **records}
 
     run_missing(experiment, VARIANTS[experiment], seeds, data, measure, only, adapt)
 
@@ -184,17 +185,6 @@ def smaller_gradients(run: Experiment) -> Experiment:
 
 
 ADAPTED = {"scalify_fp16, gradients / 1024": smaller_gradients}
-
-
-def validation_loss(run: Trainer, state: State, limit: int = VALIDATION_BATCHES) -> float:
-    return run.evaluate(state, limit)["loss"]
-
-
-def broken(batch: dict, seed: int) -> dict:
-    """The batch with random tokens in place of its text."""
-    shape, size = batch["tokens"].shape, tiny.get_config().model.vocab_size
-    tokens = np.random.default_rng(seed).integers(0, size, (shape[0], shape[1] + 1), np.int32)
-    return batch | {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def watch(run: Trainer) -> Watch:
@@ -243,7 +233,7 @@ def smooth_swiglu(seeds: list[int], only: list[str], data: Data) -> None:
             continue
         batches = data.batches(seed, steps + STAGES * STAGE_STEPS)
         trained, _ = before.train(before.init(seed), batches[:steps], watch_nothing)
-        unaligned = validation_loss(before, trained, 16)
+        unaligned = before.evaluate(trained, 16)["loss"]
         aligned = align(jax.device_get(trained["params"]))
         for name in forms:
             if results.has(name, seed):
@@ -273,7 +263,8 @@ def grow_in_stages(run: Trainer, params: dict, seed: int, batches: list[dict]) -
             state = state | {"params": grow(state["params"])}
         part = batches[stage * STAGE_STEPS :][:STAGE_STEPS]
         state, records = run.train(state, part, watch_nothing)
-        stages.append(records | {"validation": validation_loss(run, state, 16), **amax_of_product(state)})
+        loss = run.evaluate(state, 16)["loss"]
+        stages.append(records | {"validation": loss, **amax_of_product(state)})
     return stages
 
 
@@ -337,7 +328,7 @@ def nvfp4_tokens(seeds: list[int], only: list[str], data: Data) -> None:
         def finish(name: str, run: Trainer, state: State, records: dict, seed: int = seed) -> None:
             state, last = run.train(state, batches[LATE:], watch_nothing)  # noqa: B023
             both = {key: records[key] + last[key] for key in last}
-            results.add(name, seed, {"validation": validation_loss(run, state), **both})
+            results.add(name, seed, {"validation": run.evaluate(state)["loss"], **both})
 
         finish("bf16", high, *high.train(high.init(seed), batches[:LATE], watch_nothing))
         state, records = low.train(low.init(seed), batches[:LATE], watch_nothing)
@@ -374,14 +365,7 @@ def _dot(dot: QuantDot, x: jax.Array, numbers: Any, w: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = [*VARIANTS, "nvfp4_tokens", "smooth_swiglu", "weight_gradient"]
-    parser.add_argument("experiments", nargs="+", choices=known)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="*", default=[], help="names of variants")
-    parser.add_argument(
-        "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
-    )
+    parser = make_parser(__doc__, [*VARIANTS, "nvfp4_tokens", "smooth_swiglu", "weight_gradient"])
     args = parser.parse_args()
     variants = VARIANTS | {"smooth_swiglu": FORMS}
     check_names(parser, args.only, *(variants.get(experiment, {}) for experiment in args.experiments))

@@ -10,7 +10,6 @@ that has finished in the folder is not repeated. The other experiments train in 
 `docs/fidelity.md` has the claims, the criteria and the results.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -25,7 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fidelity_clip_figures import GROWTH, SHIFTS
-from fidelity_runs import ROOT, Data, Results, Trainer, check_names, digits, run_missing, watch_nothing
+from fidelity_runs import (
+    ROOT,
+    Data,
+    Results,
+    Trainer,
+    check_names,
+    digits,
+    make_parser,
+    run_missing,
+    watch_nothing,
+)
 from flax import nnx
 from training import changed
 
@@ -252,14 +261,8 @@ class Recorder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("experiments", nargs="+", choices=["precision", "spikes", *TOWERS])
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="*", default=[], help="names of variants")
+    parser = make_parser(__doc__, ["precision", "spikes", *TOWERS])
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir()) / "maxlp_fidelity_clip")
-    parser.add_argument(
-        "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
-    )
     args = parser.parse_args()
     variants = {"precision": PRECISIONS, "spikes": OPTIMIZERS} | dict.fromkeys(TOWERS, LAYER_SCALES)
     check_names(parser, args.only, *(variants[experiment] for experiment in args.experiments))

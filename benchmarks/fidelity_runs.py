@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 from training import CompiledRun, changed
 
+from configs.llama import tiny
 from maxlp.core.train_state import State, init_state, shardings
 from maxlp.parallel.batches import global_batch
 from maxlp.run.experiment import Experiment, make_data, resolve
@@ -52,6 +54,18 @@ class Data:
         batches = list(itertools.islice(iterator, steps))
         iterator.close()
         return batches
+
+
+def with_random_tokens(batch: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """A batch of `configs/llama/tiny.py` with random tokens in place of its text."""
+    tokens = random_rows(batch, np.random.default_rng(seed))
+    return batch | {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def random_rows(batch: dict[str, np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """Random tokens (B, S + 1) for a batch of `configs/llama/tiny.py`."""
+    B, S = batch["tokens"].shape
+    return rng.integers(0, tiny.get_config().model.vocab_size, (B, S + 1), np.int32)
 
 
 class Trainer:
@@ -121,6 +135,18 @@ class Results:
         self.runs.setdefault(name, {})[str(seed)] = measured
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.runs, separators=(",", ":")) + "\n")
+
+
+def make_parser(doc: str, experiments: list[str]) -> argparse.ArgumentParser:
+    """The flags of `fidelity.py` and `fidelity_clip.py`."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("experiments", nargs="+", choices=experiments)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", default=[], help="names of variants")
+    parser.add_argument(
+        "--draw", action="store_true", help="train nothing; tables and figures of the recorded results"
+    )
+    return parser
 
 
 def check_names(parser: argparse.ArgumentParser, only: list[str], *variants: Iterable[str]) -> None:

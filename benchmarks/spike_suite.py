@@ -41,7 +41,7 @@ import fidelity_figures
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fidelity_runs import RESULTS, Data, Trainer, watch_nothing
+from fidelity_runs import RESULTS, Data, Trainer, random_rows, watch_nothing, with_random_tokens
 from flax import nnx
 from matplotlib.figure import Figure
 from optimizers_fair import (
@@ -55,7 +55,6 @@ from optimizers_fair import (
     with_rate_in_state,
 )
 
-from configs.llama import tiny
 from maxlp.monitoring import rollback, spike_records, spikes
 from maxlp.precision.dot import QuantDot
 from maxlp.run.experiment import Experiment
@@ -131,21 +130,11 @@ class Suite:
     criteria: Callable[[Runs], None]
 
 
-def random_tokens(batch: Batch, seed: int) -> Batch:
-    random = _random_rows(batch, np.random.default_rng(seed))
-    return batch | {"tokens": random[:, :-1], "targets": random[:, 1:]}
-
-
 def random_targets(batch: Batch, seed: int) -> Batch:
     """Half of the targets are random."""
     rng = np.random.default_rng(seed)
-    random, targets = _random_rows(batch, rng)[:, 1:], batch["targets"]
+    random, targets = random_rows(batch, rng)[:, 1:], batch["targets"]
     return batch | {"targets": np.where(rng.random(targets.shape) < 0.5, random, targets)}
-
-
-def _random_rows(batch: Batch, rng: np.random.Generator) -> np.ndarray:
-    B, S = batch["tokens"].shape
-    return rng.integers(0, tiny.get_config().model.vocab_size, (B, S + 1), np.int32)
 
 
 class OutlierDot(nnx.Module):
@@ -180,7 +169,7 @@ def with_outliers(run: Experiment) -> Experiment:
 RATE_JUMP = Damage(f"{JUMP:g} times the rate", of_rate=JUMP)
 OUTLIERS = Damage("FP8 with outliers", of_matmuls=True)
 DAMAGES = {
-    "tokens": Damage("random tokens instead of text", random_tokens),
+    "tokens": Damage("random tokens instead of text", with_random_tokens),
     "labels": Damage("half of the targets are random", random_targets),
     "rate": RATE_JUMP,
     "outliers": OUTLIERS,
@@ -404,9 +393,7 @@ def criteria(runs: Runs) -> None:
             sum(peak(own[seed], damage) < peak(base[seed], damage) for seed in own)
             for damage in ("tokens", "outliers")
         )
-        price = (
-            sum(r[""]["validation"] for r in own.values()) / sum(base[s][""]["validation"] for s in own) - 1
-        )
+        price = price_undamaged(own, base)
         steps = np.mean([recovery(run, "tokens") for run in own.values()])
         print(
             f"* {method}: lower peak with {lower} of {len(own)} seeds, after outliers {in_fp8}; "
@@ -415,9 +402,7 @@ def criteria(runs: Runs) -> None:
     if own := runs.get("rollback"):
         base = runs["clip"]
         lower = sum(peak(own[seed], "tokens") < peak(base[seed], "tokens") for seed in own)
-        price = (
-            sum(r[""]["validation"] for r in own.values()) / sum(base[s][""]["validation"] for s in own) - 1
-        )
+        price = price_undamaged(own, base)
         print(f"* rollback: lower peak with {lower} of {len(own)} seeds; undamaged {price:+.2%}")
         tell_rollbacks(runs, DAMAGES, "tokens")
     for method in ("qk_norm", "qk_clip 20"):
@@ -427,6 +412,12 @@ def criteria(runs: Runs) -> None:
     if "b2 0.9" in runs:
         steps = (np.mean([recovery(run, "tokens") for run in runs[m].values()]) for m in ("b2 0.9", "clip"))
         print("* β2 0.9 recovers from random tokens in {:.1f} steps, 0.999 in {:.1f}".format(*steps))
+
+
+def price_undamaged(own: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]]) -> float:
+    """By how much the undamaged validation loss of a method is above that of another, with its seeds."""
+    mine, theirs = (sum(of[seed][""]["validation"] for seed in own) for of in (own, base))
+    return mine / theirs - 1
 
 
 def tell_rollbacks(runs: Runs, damages: Iterable[str], damage: str) -> None:

@@ -33,7 +33,7 @@ def test_all_steps_are_trained_once_and_the_stretches_are_damaged(suite):
 def test_damage_is_in_the_tokens_or_in_half_of_the_targets(suite):
     tokens = np.arange(8 * 65, dtype=np.int32).reshape(8, 65)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": np.ones((8, 64), bool)}
-    random = suite.random_tokens(batch, 3)
+    random = suite.with_random_tokens(batch, 3)
     assert (random["tokens"][:, 1:] == random["targets"][:, :-1]).all()  # still the next token
     assert (random["tokens"] == batch["tokens"]).mean() < 0.05
     noisy = suite.random_targets(batch, 3)
