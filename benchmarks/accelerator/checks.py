@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.accelerator.results import TOLERANCE, Result
 from benchmarks.accelerator.tables import (
+    Case,
     attention_cases,
     attention_kernels,
     linear,
@@ -177,13 +178,10 @@ def compare(
         out.add(**row, error=math.inf, refused=refused[:300])
 
 
-def attend(name: str, case: Any, device: jax.Device, dtype: Any) -> list[np.ndarray]:
+def attend(name: str, case: Case, device: jax.Device, dtype: Any) -> list[np.ndarray]:
     """The output of an attention kernel and its gradients, for the same random inputs everywhere."""
     rng = np.random.default_rng(0)
-    shapes = [
-        (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
-    ]
-    inputs = [jnp.bfloat16(rng.standard_normal(shape)) for shape in (shapes[0], *shapes)]
+    inputs = [jnp.bfloat16(rng.standard_normal(shape)) for shape in case.shapes]
     with jax.default_device(device), jax.set_mesh(sharding.make_mesh(devices=[device])):
         ids = segment_ids(case) if case.documents else None
         function = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from maxlp.plan import compile_for
-from maxlp.planning import compiled, search, topologies
+from maxlp.planning import compiled, search
 from maxlp.planning.topologies import GIB
 from maxlp.run.settings import read
 
@@ -22,6 +22,8 @@ HEADER = "| run | predicted, GiB | compiled, GiB | difference |\n" + "|---" * 4 
 
 def main() -> None:
     sys.path.append(str(Path(__file__).parents[1]))  # for `training`
+    from training import topology
+
     from benchmarks.accelerator import training_runs
 
     parser = argparse.ArgumentParser(
@@ -29,20 +31,19 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--topology", default="h200:1x1", help="one device; default h200:1x1")
+    parser.add_argument(
+        "--topology", type=topology, default="h200:1x1", help="one device; default h200:1x1"
+    )
     parser.add_argument("--only", default=",".join(training_runs.RUNS), help="runs, separated by commas")
     args = parser.parse_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in training_runs.RUNS]:
         parser.exit(2, f"--only={unknown[0]} is unknown; the runs: {', '.join(training_runs.RUNS)}\n")
-    try:
-        topology = topologies.parse(args.topology)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    if topology.size != 1:
-        parser.exit(2, f"--topology={args.topology} has {topology.size} devices; the runs use one\n")
-    print(compiled.versions(topology.chip.platform), HEADER, sep="\n\n", flush=True)
-    device = {"kind": topology.chip.kind, "memory": topology.chip.memory}
+    one = args.topology
+    if one.size != 1:
+        parser.exit(2, f"--topology={one.name} has {one.size} devices; the runs use one\n")
+    print(compiled.versions(one.chip.platform), HEADER, sep="\n\n", flush=True)
+    device = {"kind": one.chip.kind, "memory": one.chip.memory}
     for name in names:
         choice = next(training_runs.candidates(name, device, tiny=False), None)
         if choice is None:
@@ -50,7 +51,7 @@ def main() -> None:
             continue
         c = training_runs.make_config(training_runs.RUNS[name], tiny=False)
         s = search.changed(read(c), choice["changes"])
-        peak = compile_for(s, topology.machine(s), topology).peak
+        peak = compile_for(s, one.machine(s), one).peak
         sizes = f"{choice['peak'] / GIB:.1f} | {peak / GIB:.1f} | {choice['peak'] / peak - 1:+.1%}"
         print(f"| `{name}` | {sizes} |", flush=True)
 

@@ -155,6 +155,12 @@ class Case(NamedTuple):
     causal: bool
     documents: int
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the gradient of the output, and of queries, keys and values."""
+        heads = (self.heads, self.heads, self.kv_heads, self.kv_heads)
+        return [(self.batch, self.length, n, self.head_dim) for n in heads]
+
 
 def attention_cases(small: bool) -> list[Case]:
     if small:
@@ -216,10 +222,7 @@ def time_attention(out: Result) -> None:
 
 
 def measure_attention(name: str, case: Case, rate: float) -> dict[str, Any]:
-    shapes = [
-        (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, *[case.kv_heads] * 2)
-    ]
-    inputs = [normal(*shape) for shape in (shapes[0], *shapes)]  # the first is the gradient of the output
+    inputs = [normal(*shape) for shape in case.shapes]
     ids = segment_ids(case) if case.documents else None
     attend = functools.partial(attention.kernel(name), causal=case.causal, segment_ids_BS=ids)
     with jax.set_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
