@@ -38,7 +38,6 @@ class Sizes:
     head_dim: int
     mlp_dim: int
     dtype: str = "float32"
-    tied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +60,8 @@ def init_params(key: jax.Array, sizes: Sizes) -> dict:
     def normal(shape, std):
         return std * jax.random.normal(next(keys), shape, jnp.float32)
 
-    params = {
-        "tok_embed": normal((V, D), D**-0.5 if sizes.tied else 1.0),
+    return {
+        "tok_embed": normal((V, D), 1.0),
         "layers": {
             "attn_norm": jnp.ones((L, D)),
             "q": normal((L, D, NH), D**-0.5),
@@ -75,10 +74,8 @@ def init_params(key: jax.Array, sizes: Sizes) -> dict:
             "down": normal((L, F, D), (2 * L * F) ** -0.5),
         },
         "final_norm": jnp.ones(D),
+        "lm_head": normal((D, V), D**-0.5),
     }
-    if not sizes.tied:
-        params["lm_head"] = normal((D, V), D**-0.5)
-    return params
 
 
 def matmul(x, kernel, dtype):
@@ -157,8 +154,7 @@ def forward(params: dict, tokens_BS: jax.Array, sizes: Sizes) -> jax.Array:
         return x, None
 
     x, _ = jax.lax.scan(layer, params["tok_embed"][tokens_BS], params["layers"])
-    head = params["tok_embed"].T if sizes.tied else params["lm_head"]
-    return dot(rms_norm(x, params["final_norm"]), head)
+    return dot(rms_norm(x, params["final_norm"]), params["lm_head"])
 
 
 def loss_fn(params: dict, tokens: jax.Array, sizes: Sizes) -> jax.Array:

@@ -32,6 +32,7 @@ from maxlp.run.tokenizer import prepare_tokenizer
 
 PHOTOS = 48
 BATCH = 32
+TURNS, STEPS = 6, 25  # of `stall`: rounds, and the steps of each kind in a round
 
 # GFLOP of a forward pass for one pair, from open_clip's table of models.
 FORWARD_GFLOP = {"B/32": 14.78, "B/16": 41.09, "L/14": 175.33}
@@ -70,7 +71,7 @@ def images_per_core_second(batches: int, **options) -> float:
     return BATCH * batches / seconds
 
 
-def stall(turns: int, steps: int) -> None:
+def stall() -> None:
     """Times train steps of configs/clip/debug.py, alternately on new batches and on one batch again."""
     run = experiment.resolve(debug.get_config())
     compiled = CompiledRun(run)
@@ -83,25 +84,25 @@ def stall(turns: int, steps: int) -> None:
     one, _ = next(stream)
     state, metrics = compiled.step(state, one)
     seconds: dict[str, list[float]] = {"pipeline": [], "one batch": []}
-    for kind in turns * list(seconds):
+    for kind in TURNS * list(seconds):
         jax.block_until_ready(metrics)
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(STEPS):
             state, metrics = compiled.step(state, next(stream)[0] if kind == "pipeline" else one)
         jax.block_until_ready(metrics)
-        seconds[kind].append((time.perf_counter() - start) / steps)
+        seconds[kind].append((time.perf_counter() - start) / STEPS)
     batches.close()
     fed, alone = (1e3 * np.array(taken) for taken in seconds.values())
     print(
         f"a step fed by the pipeline takes {np.median(fed):.0f} ms, {np.median(fed / alone):.3f} times as "
-        f"long as one fed the same batch again ({np.median(alone):.0f} ms); median of {turns} pairs of "
-        f"{steps} steps"
+        f"long as one fed the same batch again ({np.median(alone):.0f} ms); median of {TURNS} pairs of "
+        f"{STEPS} steps"
     )
 
 
-def rates(glyph_batches: int, folder: str) -> list[tuple[str, float]]:
+def rates(folder: str) -> list[tuple[str, float]]:
     """Images per second and core, for each kind of images."""
-    rate = images_per_core_second(glyph_batches, source="glyphs", image_size=32, text_len=64)
+    rate = images_per_core_second(60, source="glyphs", image_size=32, text_len=64)
     rows = [("glyphs, 32 pixels", rate)]
     for width, height, batches in ((500, 375, 6), (2000, 1500, 2)):
         path = os.path.join(folder, f"{width}.tar")
@@ -117,17 +118,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--stall", action="store_true", help="time train steps, not the pipeline alone")
-    parser.add_argument(
-        "--turns", type=int, default=6, help="with --stall: rounds, each of both kinds of steps"
-    )
-    parser.add_argument("--steps", type=int, default=25, help="with --stall: steps of each kind in a round")
-    parser.add_argument("--glyph_batches", type=int, default=60, help="batches of glyphs to time")
     args = parser.parse_args()
     if args.stall:
-        stall(args.turns, args.steps)
+        stall()
         return
     with tempfile.TemporaryDirectory() as folder:
-        rows = rates(args.glyph_batches, folder)
+        rows = rates(folder)
     need = {f"{name} at 100 TFLOP/s": 1e5 / (3 * cost) for name, cost in FORWARD_GFLOP.items()}
     print("| images | per second and core | needed per second | cores |\n|---|---|---|---|")
     for number, (name, rate) in enumerate(rows):

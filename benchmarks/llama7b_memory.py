@@ -30,34 +30,25 @@ from maxlp.nn.layers import DTYPES
 from maxlp.optim.config import BF16_ROUNDINGS
 from maxlp.planning import compiled, topologies
 from maxlp.run.experiment import Experiment, resolve
+from maxlp.run.presets import LOW_BIT
 
 MODES = "not", "released"
-DYNAMIC8 = {"low_bit.mu": "dynamic8", "low_bit.nu": "dynamic8", "low_bit.block_size": 256}
-
-
-def optimizers(rank: int) -> dict[str, dict[str, Any]]:
-    """Values of the ``optimizer`` section, by the name to print."""
-    galore = {"galore.rank": rank, "galore.update_proj_gap": 500, "galore.basis": "randomized"}
-    return {
-        "adamw": {},
-        "adamw32": {"name": "stable_adamw", "options": {"clip_threshold": float("inf")}},
-        "adam8": DYNAMIC8,
-        "galore": galore,
-        "galore8": galore | DYNAMIC8,
-        "q_galore8": galore | {"galore.projector": "int4"} | DYNAMIC8,
-    }
+SEQ_LEN = 256
+EIGHT_BIT = {f"low_bit.{key}": value for key, value in LOW_BIT["8bit"].items()}
+GALORE = {"galore.rank": 1024, "galore.update_proj_gap": 500, "galore.basis": "randomized"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # values of the ``optimizer`` section, by the name to print
+    "adamw": {},
+    "adamw32": {"name": "stable_adamw", "options": {"clip_threshold": float("inf")}},
+    "adam8": EIGHT_BIT,
+    "galore": GALORE,
+    "galore8": GALORE | EIGHT_BIT,
+    "q_galore8": GALORE | {"galore.projector": "int4"} | EIGHT_BIT,
+}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--topology", type=topology, default="h100:1x1")
-    parser.add_argument("--num_layers", type=int, default=32)
-    parser.add_argument("--embed_dim", type=int, default=4096)
-    parser.add_argument("--mlp_dim", type=int, default=11008)
-    parser.add_argument("--vocab_size", type=int, default=32000)
-    parser.add_argument("--batch_size", type=int, default=1)
-    parser.add_argument("--seq_len", type=int, default=256)
-    parser.add_argument("--rank", type=int, default=1024)
     parser.add_argument("--param_dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument(
         "--param_rounding",
@@ -70,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--state_only", action="store_true", help="do not compile")
     args = parser.parse_args()
     args.only = set(filter(None, args.only.split(",")))
-    known = [*optimizers(args.rank), *MODES]
+    known = [*OPTIMIZERS, *MODES]
     if unknown := sorted(args.only - {*known}):
         parser.error(f"--only={unknown[0]} is unknown; the names: {', '.join(known)}")
     return args
@@ -82,21 +73,20 @@ def experiment(args: argparse.Namespace, optimizer: dict[str, Any], released: bo
     Args:
       released: updates each layer in the backward pass.
     """
-    heads = args.embed_dim // 128
     c = llama(
-        vocab_size=args.vocab_size,
-        embed_dim=args.embed_dim,
-        num_layers=args.num_layers,
-        num_heads=heads,
-        num_kv_heads=heads,
+        vocab_size=32000,
+        embed_dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
         head_dim=128,
-        mlp_dim=args.mlp_dim,
-        max_seq_len=args.seq_len,
+        mlp_dim=11008,
+        max_seq_len=SEQ_LEN,
         rope_theta=10_000.0,
         norm_eps=1e-6,
         param_dtype=args.param_dtype,
     )
-    c.data.update(source="unread", tokenizer="bytes", seq_len=args.seq_len, batch_size=args.batch_size)
+    c.data.update(source="unread", tokenizer="bytes", seq_len=SEQ_LEN, batch_size=1)
     c.loss.num_chunks = 1
     c.train.update(total_steps=150_000, release_gradients=released)
     c.spikes.statistics = False
@@ -119,21 +109,20 @@ def main() -> None:
     topologies.compile_without_devices()
     devices = jax.devices() if args.state_only else topologies.devices(args.topology)
     device = devices[0]
-    chosen = optimizers(args.rank)
-    names = [name for name in chosen if not args.only & chosen.keys() or name in args.only]
+    names = [name for name in OPTIMIZERS if not args.only & OPTIMIZERS.keys() or name in args.only]
     modes = [mode for mode in MODES if not args.only & {*MODES} or mode in args.only]
 
     print("| optimizer | released | state GB | of AdamW | peak GB | arguments | temporaries | compile s |")
     print("|---|---|---|---|---|---|---|---|")
-    base, rows = state_bytes(experiment(args, chosen["adamw"], False, device)), []
+    base, rows = state_bytes(experiment(args, OPTIMIZERS["adamw"], False, device)), []
     for name in names:
-        state = state_bytes(experiment(args, chosen[name], False, device))
+        state = state_bytes(experiment(args, OPTIMIZERS[name], False, device))
         if args.state_only:
             print(f"| {name} | | {state / 1e9:.2f} | {state / base:.3f} | | | | |")
             continue
         for mode in modes:
             released = mode == "released"
-            done = compiled.compile_step(experiment(args, chosen[name], released, device))
+            done = compiled.compile_step(experiment(args, OPTIMIZERS[name], released, device))
             assert done.memory is not None
             memory = done.memory
             row = dict(name=name, released=released, state=state, ratio=state / base, peak=done.peak)

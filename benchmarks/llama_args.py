@@ -23,7 +23,6 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seq_len", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--tied", action="store_true", help="tie the head to the embedding table")
     parser.add_argument("--steps", type=int, default=20)
     return parser
 

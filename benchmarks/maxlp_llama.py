@@ -17,16 +17,8 @@ from ml_collections import ConfigDict
 from training import CompiledRun, llama_config, random_text
 
 from maxlp.core.train_state import num_params
-from maxlp.nn.attention import KERNELS
-from maxlp.nn.stack import REMAT_POLICIES
 from maxlp.run.experiment import resolve
 from maxlp.runtime import cpu, distributed
-
-OPTIMIZER = {
-    "optimizer.learning_rate": 1e-3,
-    "optimizer.schedule": "constant",
-    "optimizer.warmup_steps": 0,
-}
 
 
 def make_config(args: argparse.Namespace) -> ConfigDict:
@@ -35,27 +27,22 @@ def make_config(args: argparse.Namespace) -> ConfigDict:
         **{name: getattr(args, name) for name in names},
         "max_seq_len": args.seq_len,
         "rope_theta": 10_000.0,
-        "tie_embeddings": args.tied,
         "dtype": args.dtype,
-        "attention": args.attention,
+        "attention": "xla",
         "scan_layers": args.scan,
-        "remat": args.remat,
+        "remat": "none",
     }
     changes = {
         "model.init_std": None,
         "data.batch_size": args.batch_size,
         "data.seq_len": args.seq_len,
-        "loss.num_chunks": args.num_chunks,
     }
-    return llama_config(model, OPTIMIZER | changes)
+    return llama_config(model, changes)
 
 
 def main() -> None:
     parser = llama_args.make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--attention", default="xla", choices=KERNELS)
-    parser.add_argument("--remat", default="none", choices=REMAT_POLICIES)
     parser.add_argument("--scan", action="store_true", help="scan over the layers, as deep models do")
-    parser.add_argument("--num_chunks", type=int, default=1, help="chunks of the cross-entropy")
     args = parser.parse_args()
 
     distributed.initialize()

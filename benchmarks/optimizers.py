@@ -30,15 +30,10 @@ from training import CompiledRun, llama_config, random_text, timed
 from maxlp import optim
 from maxlp.core.train_state import num_params
 from maxlp.run.experiment import Experiment, resolve
+from maxlp.run.presets import LOW_BIT
 from tests.planning.hlo_flops import matmul_flops
 
 BARS = {"stable_adamw": 1.05, "apollo": 1.05, "galore, randomized": 1.10}
-COMMON = {
-    "optimizer.learning_rate": 1e-3,
-    "optimizer.schedule": "constant",
-    "optimizer.warmup_steps": 0,
-}
-DYNAMIC8 = {"mu": "dynamic8", "nu": "dynamic8", "block_size": 256}
 
 
 def optimizers(rank: int, gap: int) -> dict[str, dict]:
@@ -50,13 +45,13 @@ def optimizers(rank: int, gap: int) -> dict[str, dict]:
     return {name: {"name": name} for name in names} | {
         "adamw, AdaGC": {"adagc.ratio": 1.05},
         "apollo": {"name": "apollo", "options": {"rank": rank}},
-        "muon, 8 bits": {"name": "muon", "low_bit": DYNAMIC8},
+        "muon, 8 bits": {"name": "muon", "low_bit": LOW_BIT["8bit"]},
         "galore, svd": {"galore": galore | {"basis": "svd"}},
         "galore, randomized": {"galore": galore},
-        "galore + dynamic8": {"galore": galore, "low_bit": DYNAMIC8},
-        "q_galore": {"galore": q_galore, "low_bit": DYNAMIC8},
-        "fp8 moments": {"low_bit": {"mu": "float8_e4m3fn", "nu": "float8_e5m2"}},
-        "dynamic8 moments": {"low_bit": DYNAMIC8},
+        "galore + dynamic8": {"galore": galore, "low_bit": LOW_BIT["8bit"]},
+        "q_galore": {"galore": q_galore, "low_bit": LOW_BIT["8bit"]},
+        "fp8 moments": {"low_bit": LOW_BIT["fp8"]},
+        "dynamic8 moments": {"low_bit": LOW_BIT["8bit"]},
         "float16 moments": {"low_bit": {"mu": "float16", "nu": "float16"}},
         "bfloat16 moments": {"low_bit": {"mu": "bfloat16", "nu": "bfloat16"}},
     }
@@ -104,9 +99,7 @@ def make_config(args: argparse.Namespace, optimizer: dict) -> ConfigDict:
         "remat": "none",
     }
     data = {"data.batch_size": args.batch_size, "data.seq_len": args.seq_len}
-    return llama_config(
-        model, COMMON | data | {f"optimizer.{key}": value for key, value in optimizer.items()}
-    )
+    return llama_config(model, data | {f"optimizer.{key}": value for key, value in optimizer.items()})
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ SIZES = dict(
     scan_layers=False,
     remat="none",
 )
+ROWS, LENGTH = 2, 4096  # sequences on the one GPU of the first table, and their tokens
 LARGE = 2**20  # elements; no weight matrix and no activation has fewer
 # Without the recipes that scale blocks, which an H100 emulates.
 RECIPES = {
@@ -290,8 +291,6 @@ def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--recipes", default=";".join(RECIPES), help="separated by ;")
-    parser.add_argument("--rows", type=int, default=2, help="sequences on the one GPU of the first table")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--chip", default="h100", choices=topologies.GPUS)
     parser.add_argument("--scatter", default="none", help="precision.scatter with several GPUs")
     parser.add_argument("--dump", default="", help="folder to write the compiled programs to")
@@ -299,13 +298,13 @@ def main() -> None:
     names = ["bf16", *(name for name in args.recipes.split(";") if name != "bf16")]
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"--recipes={unknown[0]} is unknown; the names: {'; '.join(RECIPES)}")
-    print(f"jax {jax.__version__}, {args.chip}, a Llama 8B block on {args.rows} × {args.length} tokens\n")
+    print(f"jax {jax.__version__}, {args.chip}, a Llama 8B block on {ROWS} × {LENGTH} tokens\n")
     print("| " + " | ".join(COLUMNS) + " |\n|---|---|" + "---:|" * (len(COLUMNS) - 2))
     if args.dump:
         Path(args.dump).mkdir(parents=True, exist_ok=True)
     base = None
     for name in names:
-        program = compiled(name, 1, args.rows, args.length, args.chip)
+        program = compiled(name, 1, ROWS, LENGTH, args.chip)
         text = program.as_text()
         if args.dump:
             Path(args.dump, f"{name}.txt").write_text(text)
@@ -321,7 +320,7 @@ def main() -> None:
     print("\nMiB that 8 GPUs with sharded weights (fsdp=8) exchange for one block, forward and backward:\n")
     print("| recipe | gathered | reduced and scattered | reduced | all to all |\n|---|---|---|---|---|")
     for name in names:
-        program = compiled(name, 8, 1, args.length, args.chip, args.scatter)
+        program = compiled(name, 8, 1, LENGTH, args.chip, args.scatter)
         print(f"| {name} | {' | '.join(collective_sizes(program.as_text()).values())} |", flush=True)
 
 

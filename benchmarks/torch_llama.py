@@ -30,7 +30,7 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
         head_dim=args.head_dim,
         intermediate_size=args.mlp_dim,
         max_position_embeddings=args.seq_len,
-        tie_word_embeddings=args.tied,
+        tie_word_embeddings=False,
         attn_implementation="sdpa",
         use_cache=False,
     )

@@ -24,6 +24,11 @@ from maxlp.run.experiment import Experiment
 
 # Without files to read, and without statistics of each tensor, which would add to the time of a step.
 RANDOM_TEXT = {"data.source": "random", "data.tokenizer": "random", "spikes.statistics": False}
+CONSTANT_RATE = {
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+}
 
 
 def topology(name: str) -> topologies.Topology:
@@ -58,13 +63,13 @@ def changed(c: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
 
 
 def llama_config(sizes: Mapping[str, Any], changes: Mapping[str, Any]) -> ConfigDict:
-    """The config of a Llama that trains on random text.
+    """The config of a Llama that trains on random text at a constant learning rate.
 
     Args:
       sizes: values of the ``model`` section.
       changes: other values, as in `changed`.
     """
-    return changed(llama(**sizes), RANDOM_TEXT | {"loss.num_chunks": 1} | changes)
+    return changed(llama(**sizes), RANDOM_TEXT | CONSTANT_RATE | {"loss.num_chunks": 1} | changes)
 
 
 def random_text(run: Experiment) -> dict[str, jax.Array]:
