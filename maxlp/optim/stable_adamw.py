@@ -103,7 +103,7 @@ def scale_by_stable_adam(
 
         def step(g: jax.Array, m: jax.Array, v: jax.Array, rms: jax.Array) -> jax.Array:
             u = m / (jnp.sqrt(v) + eps)
-            return (u / over_tensor(clip_factor(rms, clip_threshold), u)).astype(g.dtype)
+            return (u / over_tensor(step_divisor(rms, clip_threshold), u)).astype(g.dtype)
 
         rms_t = jax.tree.map_with_path(functools.partial(rms_of_tensor, eps=eps), wide, nu_hat)
         updates = jax.tree.map(step, updates, mu_hat, nu_hat, rms_t)
@@ -112,7 +112,7 @@ def scale_by_stable_adam(
     return optax.GradientTransformation(init, update)
 
 
-def clip_factor(rms: jax.Array, clip_threshold: float) -> jax.Array:
+def step_divisor(rms: jax.Array, clip_threshold: float) -> jax.Array:
     """The divisor of the step, max(1, RMS_t / d)."""
     return jnp.maximum(1.0, rms / clip_threshold)
 
@@ -132,7 +132,7 @@ def _decay_divisors(config: OptimizerConfig) -> Divisors | None:
     if not config.decay_with_clip:
         return None
     clip_threshold = config.options.get("clip_threshold", CLIP_THRESHOLD)
-    return lambda state: jax.tree.map(lambda rms: clip_factor(rms, clip_threshold), last_rms(state))
+    return lambda state: jax.tree.map(lambda rms: step_divisor(rms, clip_threshold), last_rms(state))
 
 
 STABLE_ADAMW = OptimizerKind(

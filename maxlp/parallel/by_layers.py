@@ -45,7 +45,7 @@ def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Partiti
     return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
 
 
-def num_filled(num_layers: int, axis_sizes: Mapping[str, int], *, with_state: bool = False) -> int:
+def num_filled(num_layers: int, axis_sizes: Mapping[str, int], *, with_state: bool) -> int:
     """The number of layers after `spread`, for a mesh with axes of these sizes.
 
     It is the next one that the devices divide. There are no layers of zeros where stages split the layers

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from maxlp.optim.divided_decay import divide_decay
-from maxlp.optim.stable_adamw import clip_factor, last_rms, scale_by_stable_adam
+from maxlp.optim.stable_adamw import last_rms, scale_by_stable_adam, step_divisor
 from tests.optim.common import each_step, make_optimizer
 
 GOLDEN = Path(__file__).parent / "goldens" / "stable_adamw.npz"
@@ -143,7 +143,7 @@ def test_each_layer_of_a_stack_has_its_own_rms_and_steps_like_a_single_tensor():
     rng = np.random.default_rng(5)
     rescale, decay = scale_by_stable_adam(B1, B2, EPS), optax.add_decayed_weights(DECAY)
     tx = divide_decay(
-        rescale, decay, lambda state: jax.tree.map(lambda rms: clip_factor(rms, 1.0), last_rms(state))
+        rescale, decay, lambda state: jax.tree.map(lambda rms: step_divisor(rms, 1.0), last_rms(state))
     )
     stacked = {"layers": {"attn": {"kernel": jnp.asarray(rng.normal(size=(3, 4, 6)), jnp.float32)}}}
     # Only layer 1 has a burst: one RMS for all layers would slow down the others.
