@@ -974,7 +974,7 @@ PRECISION = [
         "precision/magnitudes.py",
         "precision/test_magnitudes.py",
         ("jnp.mean(jnp.abs(x.", "jnp.mean((x."),
-        ("lambda stack: stack[i], stacks", "lambda stack: stack[0], stacks"),
+        ("index_layer(stacks, i)", "index_layer(stacks, 0)"),
         ("x, _ = call.layer(x,", "_, _ = call.layer(x,"),
     ),
     *_in(

@@ -42,7 +42,7 @@ from maxlp.core.gradients import (
 )
 from maxlp.core.train_state import State
 from maxlp.core.train_step import AfterUpdate, OptimizerMetrics, keep_update, nothing
-from maxlp.nn.stack import StackCall, find_stacks
+from maxlp.nn.stack import StackCall, find_stacks, index_layer
 
 StackPath = tuple[str, ...]  # where a stack is in the model: ("layers",), ("visual", "layers")
 
@@ -189,7 +189,7 @@ def _forward(call: StackCall) -> _Forward:
     for start, stop, plain in call.parts:
 
         def body(x: jax.Array, i: jax.Array, plain=plain) -> tuple[jax.Array, tuple]:
-            y, new_state = call.layer(x, _index(params, i), _index(state, i), plain)
+            y, new_state = call.layer(x, index_layer(params, i), index_layer(state, i), plain)
             return y, (x, new_state)
 
         x, (x_before, new_state) = jax.lax.scan(body, x, jnp.arange(start, stop))
@@ -215,10 +215,10 @@ def _backward(
             mine = _layer(stacks, path, i)
 
             def layer(params: dict, backward: dict, x: jax.Array) -> jax.Array:
-                return call.layer(x, params, join_trees(_index(forward, i), backward), plain)[0]
+                return call.layer(x, params, join_trees(index_layer(forward, i), backward), plain)[0]
 
             params = jax.tree.map(lambda p: p[0], _get(mine["params"], path))
-            _, vjp = jax.vjp(layer, params, _index(backward, i), x)
+            _, vjp = jax.vjp(layer, params, index_layer(backward, i), x)
             grads, new_backward, dx = vjp(dy)
             grads = _at(path, jax.tree.map(lambda g: g[None], grads))
             stacks = _with_layer(stacks, _updated(tx, grads, mine), path, i)
@@ -288,10 +288,6 @@ def _belongs(leaf: KeyPath, path: StackPath) -> bool:
     """Whether a leaf of a state belongs to a stack; counters, which all parameters share, do not."""
     keys = tuple(DictKey(key) for key in path)
     return any(leaf[i : i + len(keys)] == keys for i in range(len(leaf)))
-
-
-def _index(stack: Any, i: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
 
 
 def _layer(stacks: State, path: StackPath, i: jax.Array) -> State:

@@ -99,6 +99,11 @@ def count_layers(blocks: Block) -> int:
     return jax.tree.leaves(nnx.state(blocks, nnx.Param))[0].shape[0]
 
 
+def index_layer(stacks: Any, i: Any) -> Any:
+    """Layer i (an int or an int scalar) of a tree of arrays (L, …)."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), stacks)
+
+
 def stack(make_block: Callable[[nnx.Rngs], Block], num_layers: int, rngs: nnx.Rngs) -> Any:
     """``num_layers`` blocks as one module, whose variables have a leading ``layers`` axis."""
     vmapped = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -183,8 +188,7 @@ def apply_stack(
         def layer_of_part(
             x: jax.Array, i: Any, params: Any, rest: Any, plain: frozenset[str]
         ) -> tuple[jax.Array, Any]:
-            here = jax.tree.map(lambda stack: _index(stack, i), frozen)
-            return layer(x, params, here, rest[0], per_row, rest[1], plain)
+            return layer(x, params, index_layer(frozen, i), rest[0], per_row, rest[1], plain)
 
         x, (new_state, outs) = _in_parts(layer_of_part, x, params, (state, per_layer), parts, scan, remat)
     nnx.update(blocks, new_state)
@@ -240,7 +244,7 @@ def _in_parts(
 
         def at_index(x: jax.Array, i: Any, taken: Any, rest: Any, plain=plain) -> Any:
             # Recomputation reads the layer from the stack, so that remat saves an index, not weights.
-            here = jax.tree.map(lambda stack: _index(stack, i), jax.lax.stop_gradient(params))
+            here = index_layer(jax.lax.stop_gradient(params), i)
             return layer(x, i, jax.tree.map(_with_gradient_of, here, taken), rest, plain)
 
         scanned = scan and stop - start > 1
@@ -273,7 +277,7 @@ def _take(stacks: Any, i: Any) -> tuple[Any, Any]:
 
     Each layer must be taken only once, because its gradient is written to its place, not added.
     """
-    return stacks, jax.tree.map(lambda stack: _index(stack, i), stacks)
+    return stacks, index_layer(stacks, i)
 
 
 def _take_fwd(stacks: Any, i: Any) -> tuple[Any, Any]:
@@ -295,10 +299,6 @@ def _with_gradient_of(value: jax.Array, other: jax.Array) -> jax.Array:
 
 
 _with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
-
-
-def _index(stack: jax.Array, i: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
 def _remat(policies: dict, name: str, prevent_cse: bool = False) -> Callable[[Callable], Callable]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlp.nn.stack import StackCall, find_stacks
+from maxlp.nn.stack import StackCall, find_stacks, index_layer
 
 
 def measure(
@@ -57,7 +57,7 @@ def _run_stack(found: dict[str, jax.Array], name: str, call: StackCall) -> jax.A
     for start, stop, plain in call.parts:
 
         def body(x: jax.Array, i: jax.Array, plain=plain) -> tuple[jax.Array, jax.Array]:
-            params, state = jax.tree.map(lambda stack: stack[i], stacks)
+            params, state = index_layer(stacks, i)
             x, _ = call.layer(x, params, state, plain)
             return x, jnp.mean(jnp.abs(x.astype(jnp.float32)))
 
