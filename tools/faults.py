@@ -1306,6 +1306,7 @@ PARALLEL = [
         ('num_layers == 1 or axis_sizes.get("stage", 1) > 1:', "num_layers == 1:"),
         ('if num_layers == 1 or axis_sizes.get("stage", 1) > 1:', 'if axis_sizes.get("stage", 1) > 1:'),
         ("size > 1 and num_layers % size == 0 for", "False for", "optim/test_soap.py"),
+        ("last = last[::-1]", "pass", "optim/test_soap.py"),
         ("[_param_spec(x), *_moves(x)]", "_moves(x)"),
         ("[*_moves(x)[::-1], _param_spec(x)]", "_moves(x)[::-1]"),
     ),

@@ -42,6 +42,10 @@ def like_params(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 def spec_of_layers(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The split of an array (*layers, m, n) with at most one dim of layers."""
     layers, last = _split(shape, mesh)
+    if not layers:
+        # `spread_state` moves them to the layers in order, and XLA gathers an array to move any but the
+        # innermost.
+        last = last[::-1]
     return PartitionSpec(*[layers or None] * (len(shape) - 2), None, last or None)
 
 

@@ -107,7 +107,8 @@ def test_bases_are_refreshed_in_float32_on_accelerators():
 def test_a_mesh_changes_nothing_with_both_sides(layers):
     """Of square matrices: one gradient determines all of their eigenvectors.
 
-    Two layers are split over one axis, and columns over the other; three are filled up with zeros.
+    Two layers are split over one axis, and columns, which are gathered, over the other; three are filled up
+    with zeros.
     """
     shapes = {"layers": {"mlp": {"up_proj": {"kernel": (layers, 8, 8)}}}}
     axes = {"layers": {"mlp": {"up_proj": {"kernel": ("layers", "embed", "mlp")}}}}
@@ -120,7 +121,7 @@ def test_a_mesh_changes_nothing_with_both_sides(layers):
     large = [x for x in jax.tree.leaves(soap) if x.size >= 64]
     assert len(large) == 6 and not any(x.sharding.is_fully_replicated for x in large)
     gathered = re.findall(r"= \(?f32\[([\d,]+)\]\S* all-gather", step.as_text())
-    assert gathered and f"{layers},8,8" not in gathered
+    assert bool(gathered) == (layers == 2) and f"{layers},8,8" not in gathered
 
 
 def test_in_replicas_of_their_own_devices_share_layers_and_columns():
@@ -148,17 +149,20 @@ def test_devices_share_the_layers(axis):
     assert len(re.findall(r" all-to-all\(", text)) == 2 * 2 * 3 and "all-gather" not in text
 
 
-@pytest.mark.parametrize("layers", [3, 6])
-def test_devices_that_do_not_divide_the_layers_share_them_and_zeros(layers):
+@pytest.mark.parametrize(
+    ("layers", "axes"), [(3, {"fsdp": 4}), (6, {"fsdp": 4}), (3, {"fsdp": 2, "tensor": 2})]
+)
+def test_devices_that_do_not_divide_the_layers_share_them_and_zeros(layers, axes):
     """They gather nothing.
 
-    Of a matrix they also send the second moments there and back, of each side a basis there, and what is
-    added up there and back, and at a refresh the basis there and back.
+    Over each axis they also send, of a matrix, the second moments there and back, of each side a basis
+    there, and what is added up there and back, and at a refresh the basis there and back.
     """
-    text = compiled_update(layers, {"fsdp": 4, "data": 2})
+    text = compiled_update(layers, axes | {"data": 2})
     most = -(-layers // 4)
     assert sorted(decomposed(text)) == 4 * [f"{most},16,16"] + 4 * [f"{most},8,8"]
-    assert len(re.findall(r" all-to-all\(", text)) == 2 * (5 + 2 * (3 + 2)) and "all-gather" not in text
+    sent = 2 * (5 + 2 * (3 + 2)) * len(axes)
+    assert len(re.findall(r" all-to-all\(", text)) == sent and "all-gather" not in text
 
 
 def test_stages_and_single_layers_have_no_zeros():
