@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import jax
+
 from maxlp.core.train_state import State
 from maxlp.run import run_dir
 from maxlp.run.config import errors_of
@@ -12,7 +14,7 @@ from maxlp.runtime import checkpoint
 
 
 def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
-    """Raises now what would fail later in the launch: for an unusable workdir, weights or writers.
+    """Raises now what would fail later in the launch: for unusable settings of JAX, workdir, weights or writers.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.
@@ -22,6 +24,8 @@ def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mappi
       whether there is a checkpoint to resume.
     """
     s = run.settings
+    if jax.config.jax_disable_jit:
+        raise ValueError("JAX_DISABLE_JIT is set; unset it: a training step is compiled before it runs")
     run_dir.check_workdir(workdir)
     run_dir.check_checkpoints(workdir)
     resumes = any(i.status == "complete" for i in checkpoint.list_steps(workdir / "checkpoints"))

@@ -69,6 +69,13 @@ def test_a_good_start_is_accepted_and_leaves_nothing(family, tmp_path, corpus):
     assert set(tmp_path.iterdir()) == {corpus}
 
 
+def test_a_run_that_must_not_compile_is_refused(tmp_path):
+    run, _, abstract = prepared(tmp_path / "run", {})
+    with jax.disable_jit(), pytest.raises(ValueError, match=r"^JAX_DISABLE_JIT is set; unset it"):
+        check_launch(run, abstract, tmp_path / "run", {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_traces_the_step(tmp_path, corpus, monkeypatch):
     """So that it refuses what only the program of the step can find."""
     given = {"dry_run": True, "allow_change": False, "workdir": str(tmp_path / "run")}
