@@ -324,12 +324,17 @@ def _fail(message: str, code: int = 2) -> typing.NoReturn:
 
 
 def _drop_unread_output() -> bool:
-    """Whether nobody reads standard output any more, as after ``| head``; what is left of it is dropped."""
+    """Whether nobody reads standard output any more, as after ``| head``.
+
+    What is left of it is dropped, and what standard error would get where nobody reads that.
+    """
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # asks for no event: errors are always reported
-    if unread := bool(poll.poll(0)):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return unread
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)  # asks for no event: errors are always reported
+    unread = [descriptor for descriptor, _ in poll.poll(0)]
+    for descriptor in unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return sys.stdout.fileno() in unread
 
 
 def _exit(code: int) -> typing.NoReturn:

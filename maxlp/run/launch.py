@@ -14,7 +14,7 @@ from maxlp.runtime import checkpoint
 
 
 def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str, str]) -> bool:
-    """Raises now what would fail later in the launch: for unusable settings of JAX, workdir, weights or writers.
+    """Raises now what would fail later in the launch: for JAX's settings, workdir, weights or writers.
 
     Args:
       abstract: the training state as shapes, dtypes and shardings.

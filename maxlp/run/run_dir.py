@@ -174,13 +174,22 @@ def record_launch(
 
 @contextlib.contextmanager
 def recording_errors(workdir: Path) -> Iterator[None]:
-    """If the block fails, the error is recorded as what ended the newest launch."""
+    """If the block fails, the error is recorded as what ended the newest launch.
+
+    A `BrokenPipeError` of standard output becomes another `OSError`: it ends other commands quietly, but
+    a run stops before its last step.
+    """
     try:
         yield
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         with contextlib.suppress(OSError, ValueError):  # such as a full disk, which may be the error itself
             record_end(workdir, text[:MAX_REASON])
+        if isinstance(error, BrokenPipeError) and error.filename == distributed.STANDARD_OUTPUT:
+            raise OSError(
+                "the run has stopped because nobody reads its output any more, as after `| head`; the same "
+                "command, with its output in a file, resumes it from the last checkpoint"
+            ) from error
         raise
 
 

@@ -36,6 +36,7 @@ from maxlp.runtime import cpu, files
 from maxlp.runtime.exits import EXIT_INTERRUPTED, hard_exit
 
 EXPLICIT = ("MAXLP_COORDINATOR", "MAXLP_NUM_PROCESSES", "MAXLP_PROCESS_ID")
+STANDARD_OUTPUT = "standard output"  # as errors name it
 
 
 def initialize() -> None:
@@ -125,7 +126,7 @@ def is_primary() -> bool:
 def print_primary(message: object) -> None:
     """Prints a line for the user, in the primary process only."""
     if is_primary():
-        with files.naming("standard output"):
+        with files.naming(STANDARD_OUTPUT):
             print(files.shown(message), flush=True)
 
 

@@ -188,7 +188,7 @@ class ConsoleWriter:
         parts = list(_format_progress(record) if is_progress else _format_pairs(record))
         parts.insert(0, f"step {record['step']}" + (f"/{self._total_steps}" if self._total_steps else ""))
         if not self._live:
-            with files.naming("standard output"):
+            with files.naming(distributed.STANDARD_OUTPUT):
                 print("  ".join(parts), file=self._stream, flush=True)
             return
         width = shutil.get_terminal_size().columns - 1  # a cursor after the last column wraps the line

@@ -290,6 +290,32 @@ def test_a_reader_that_has_read_enough_ends_a_command_quietly(flush):
         assert (done.stderr.read(), done.wait(60)) == (b"", 1)
 
 
+RUN = """
+import sys
+from maxlp.run import run_dir
+from maxlp.runtime.distributed import print_primary
+def main():
+  with run_dir.recording_errors(run_dir.Path(sys.argv[1])):
+    for i in range(10**6): print_primary(i)
+cli.run(lambda _: main(), 1)"""
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_run_that_ends_because_nobody_reads_its_output_says_so(tmp_path, both):
+    """On standard error; if nobody reads that either (``2>&1 | head``), the exit code remains."""
+    (tmp_path / "run.json").write_text('{"starts": [{}]}')
+    command = [sys.executable, "-c", HEAD + RUN, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        done.stdout.readline()
+        if both:
+            done.stderr.close()
+        done.stdout.close()
+        text = b"" if both else done.stderr.read()
+        assert done.wait(60) == 1
+    if not both:
+        assert text.startswith(b"error: the run has stopped because nobody") and text.count(b"\n") == 1
+
+
 def test_an_error_does_not_wait_for_the_compiler():
     program = """
 import concurrent.futures, jax, time
