@@ -22,6 +22,9 @@ def check_launch(run: Experiment, abstract: State, workdir: Path, changed: Mappi
 
     Returns:
       whether there is a checkpoint to resume.
+
+    Raises:
+      ValueError: JAX_DISABLE_JIT is set, or what is named above cannot be used.
     """
     s = run.settings
     if jax.config.jax_disable_jit:
