@@ -316,7 +316,8 @@ def test_every_run_of_full_size_fits_an_h200():
 @pytest.mark.full
 def test_bad_pieces_leave_the_others(tmp_path, monkeypatch, capsys):
     names = ("good", "fails", "left_out", "runs_out", "hangs", "dies")
-    pieces = [Piece(name, f"pieces:{name}", 0.1, 0.25, name) for name in names]
+    limit = dict(hangs=0.25)  # minutes; those that end also do on a busy machine
+    pieces = [Piece(name, f"pieces:{name}", 0.1, limit.get(name, 5), name) for name in names]
     monkeypatch.setattr(campaign, "PIECES", pieces)
     monkeypatch.setattr(campaign, "PACKAGE", "tests.benchmarks")
     monkeypatch.setattr(campaign, "find_device", lambda tiny: CPU)

@@ -125,7 +125,8 @@ def test_released_flash_is_the_same_on_a_mesh_and_goes_on_to_the_bit(tmp_path):
     """Parameters in bfloat16, residuals in int8, companded moments with scales of 16 codes: 5.5 bytes."""
     optimizer, model = CASES["flash"][0], dict(param_dtype="bfloat16")
     params, want, want_metrics = train(True, optimizer, {}, model)
-    how = dict(released=True, tx=make_tx(**optimizer), num_layers=3, remat="block") | model
+    how = dict(released=True, tx=make_tx(**optimizer), optimizer_metrics=num_updates)
+    how |= dict(num_layers=3, remat="block") | model
     trainer, data = Trainer(make_mesh(fsdp=2, tensor=2), **how), batches(STEPS, ROWS, LENGTH)
     state, metrics = trainer.run(trainer.init(params), data[:2])
     with Checkpointer(tmp_path, every_steps=1) as checkpointer:
