@@ -200,6 +200,54 @@ def save(folder, *steps, **kwargs):
             checkpointer.save(step, workers.device_state(step), {"step": step})
 
 
+def test_a_move_that_is_cut_off_anywhere_leaves_one_complete_copy(bucket, monkeypatch):
+    folder = opened(f"{bucket}/run")
+    content = {f"checkpoints/7/{name}" for name in ("state/a", "state/b", manifest.NAME)}
+
+    def is_complete(step):
+        return {name for name in names(f"{bucket}/run") if name.startswith(f"{step}/")} == {
+            name.replace("checkpoints/7", step) for name in content
+        }
+
+    def has_manifest(step):
+        return f"{step}/{manifest.NAME}" in names(f"{bucket}/run")
+
+    left = 0  # calls before the network fails
+    copy, remove = storage.copy, storage.remove
+
+    def call(operation, *urls):
+        nonlocal left
+        if left == 0:
+            raise storage.StorageError("cut off")
+        left -= 1
+        operation(*urls)
+
+    def remove_one_by_one(url):
+        for name in sorted(storage.find(url), reverse=True):
+            call(remove, f"{url}/{name}")
+        call(remove, url)
+
+    monkeypatch.setattr(storage, "copy", lambda source, target: call(copy, source, target))
+    monkeypatch.setattr(storage, "remove", remove_one_by_one)
+    old, new = "checkpoints/7", "checkpoints/7.rolled_back"
+    for limit in itertools.count():
+        for name in content:
+            storage.write(f"{bucket}/run/{name}", b"x")
+        (folder / old).mkdir(parents=True, exist_ok=True)
+        left = limit
+        try:
+            mirror.find(folder).move(folder / old, folder / new)
+        except storage.StorageError:
+            moved = False
+        else:
+            moved = True
+        assert is_complete(old) or is_complete(new)
+        assert all(is_complete(step) for step in (old, new) if has_manifest(step))
+        if moved:
+            assert not any(name.startswith(f"{old}/") for name in names(f"{bucket}/run"))
+            return
+
+
 @pytest.mark.full
 def test_a_rollback_sets_newer_checkpoints_aside(bucket):
     folder = opened(f"{bucket}/run")
@@ -280,6 +328,16 @@ def test_of_two_processes_that_start_at_the_same_time_one_trains(bucket, monkeyp
         with pytest.raises(ValueError, match="process 1 on other has been running there since 2026"):
             second.acquire()
     assert storage.read(f"{bucket}/lock") == content
+
+
+def test_of_two_processes_that_take_over_a_stale_lock_the_last_writer_trains(bucket, monkeypatch):
+    rival = json.dumps({"host": "rival", "pid": 2, "boot": "b", "since": "2026", "token": "t", "count": 0})
+    storage.write(f"{bucket}/lock", b"{")  # damaged, so stale
+    monkeypatch.setattr(lock, "changes", lambda *_: False)
+    monkeypatch.setattr(mirror.time, "sleep", lambda _: storage.write(f"{bucket}/lock", rival.encode()))
+    with lock.open_lock(opened(bucket)) as first, pytest.raises(ValueError, match="process 2 on rival"):
+        first.acquire()
+    assert storage.read(f"{bucket}/lock") == rival.encode()
 
 
 def test_a_process_that_replaces_itself_finds_its_own_lock(bucket):
