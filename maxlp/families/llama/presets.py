@@ -63,6 +63,18 @@ def llama(**sizes) -> ConfigDict:
 LLAMA_3_1_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
 LLAMA_3_2_ROPE = dict(LLAMA_3_1_ROPE, factor=32.0)
 
+LLAMA_3_2_1B = dict(
+    embed_dim=2048,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_dim=8192,
+    rope_scaling=LLAMA_3_2_ROPE,
+    max_seq_len=131072,
+    tie_embeddings=True,
+)
+
 
 def llama_c4(steps: int, learning_rate: float, **sizes) -> ConfigDict:
     """The C4 pre-training runs of GaLore (arXiv:2403.03507, section 5.1 and appendix C).
