@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from maxlp.monitoring import spikes
-from maxlp.monitoring.spike_records import Prediction, count_predicted, find_rms_spikes, find_spikes
+from maxlp.monitoring.spike_records import PredictedSpikes, count_predicted, find_rms_spikes, find_spikes
 from maxlp.runtime.messages import counted
 
 # variant → seed → measurements, of which "validation" is the validation loss
@@ -112,7 +112,7 @@ def rms_spikes(run: dict) -> list[int]:
     return find_rms_spikes(np.arange(begin, len(rms)), rms[begin:], POLICY)
 
 
-def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> Prediction:
+def predicted(loss_steps: list[int], rms_steps: list[int], steps: int, begin: int) -> PredictedSpikes:
     """How many loss spikes follow an RMS_t spike, in the steps from ``begin`` on."""
     return count_predicted(
         [step - begin for step in loss_steps], [step - begin for step in rms_steps], steps - begin, POLICY

@@ -45,6 +45,7 @@ from optimizers_fair import QUICK, Plan, command, initial_state, run_name
 from maxlp.core.train_state import State
 from maxlp.families.llama.sharpness import last_token, sharpness
 from maxlp.parallel.batches import global_batch
+from maxlp.runtime import files
 
 EXPONENTS = tuple(range(-12, 1))  # rates 2^-12 = 0.00024 to 1
 SEEDS = (1, 2, 3, 4, 5)
@@ -99,8 +100,8 @@ def run_recipe(recipe: str, plan: Plan, trainer: Callable[[str], Trainer], data:
             batches = data.batches(seed, run.settings.train.total_steps)
             state, records = run.train(initial_state(run, exponent, seed), batches, watch)
             loss = run.evaluate(state)["loss"]
-            curves = {key: finite(records[key]) for key in ("loss", "sharpness")}
-            plan.save(recipe, run_name(exponent, seed), curves | {"validation": finite([loss])[0]})
+            found = {key: records[key] for key in ("loss", "sharpness")} | {"validation": loss}
+            plan.save(recipe, run_name(exponent, seed), files.finite(found))
             taken = time.time() - start
             print(f"{recipe}, rate 2^{exponent}, seed {seed}: {loss:.4f} ({taken:.0f} s)", flush=True)
 
@@ -119,11 +120,6 @@ def watch_sharpness(run: Trainer) -> Watch:
             return measure(state["params"], state["model_state"])
 
     return watch
-
-
-def finite(values: list[float]) -> list[float | None]:
-    """The values with None, which JSON can hold, in the place of numbers that are not finite."""
-    return [value if math.isfinite(value) else None for value in values]
 
 
 # --- evaluation of the runs ---------------------------------------------------------------------------

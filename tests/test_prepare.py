@@ -507,7 +507,7 @@ def test_a_killed_upload_leaves_nothing_that_looks_complete(corpus, bucket, cach
 def test_the_progress_of_a_billion_documents_fits_on_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
-    with shards.Progress(10**9) as progress:
+    with shards.ProgressLine(10**9) as progress:
         progress.shown -= 1
         progress.add(123_456_789, 4 * 10**11)
         progress.start -= 7200

@@ -32,8 +32,9 @@ import numpy as np
 from maxlp.data import fingerprint
 from maxlp.data.readers import BrokenExample
 from maxlp.data.sources import Source
-from maxlp.data.specs import import_extra, one_line
 from maxlp.data.tokenizers import CHAT_TEMPLATE, Tokenizer, as_str, read_config, special_names
+from maxlp.runtime.extras import import_extra
+from maxlp.runtime.messages import one_line
 
 if TYPE_CHECKING:
     from maxlp.data.text import TextDataConfig

@@ -24,10 +24,10 @@ import numpy as np
 
 from maxlp.data.readers import COMPRESSED
 from maxlp.data.readers.access import open_file
-from maxlp.data.specs import import_extra, one_line
 from maxlp.runtime import files
+from maxlp.runtime.extras import import_extra
 from maxlp.runtime.files import is_url
-from maxlp.runtime.messages import counted
+from maxlp.runtime.messages import counted, one_line
 
 THREADS = 8
 COPY_BYTES = 2**20

@@ -19,9 +19,9 @@ from urllib.parse import unquote
 from absl import logging
 
 from maxlp.data.readers.access import expand_braces, find_files, of_kind
-from maxlp.data.specs import one_line
 from maxlp.runtime import hub, storage
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 
 T = TypeVar("T")
 

@@ -22,12 +22,11 @@ from typing import Any
 from maxlp.data.readers.array_record import MANIFEST
 from maxlp.data.remote import retried
 from maxlp.data.sources import Source
-from maxlp.data.specs import one_line
 from maxlp.data.workers import end_with_parent
 from maxlp.runtime import storage
 from maxlp.runtime.files import is_url
 from maxlp.runtime.manifest import md5
-from maxlp.runtime.messages import counted, format_seconds
+from maxlp.runtime.messages import counted, format_seconds, one_line
 from maxlp.runtime.new_folder import created, only_writer
 from maxlp.runtime.storage import StorageError
 
@@ -62,7 +61,7 @@ def write_shards(
       ValueError: a worker process died, or a file is incomplete.
     """
     plan = _plan_shards(output, len(examples), shards)
-    with Progress(len(examples)) as progress:
+    with ProgressLine(len(examples)) as progress:
         if num_workers == 1:
             return [_write_shard(shard, examples, make_record, progress.add) for shard in plan]
         context = multiprocessing.get_context("spawn")
@@ -273,7 +272,7 @@ def _work(number: int, shard: Shard) -> dict[str, Any]:
     return _write_shard(shard, examples, make_record, add)
 
 
-class Progress:
+class ProgressLine:
     """A line on stderr: rewritten twice a second on a terminal, else a new line every ten seconds."""
 
     def __init__(self, total: int):
@@ -281,7 +280,7 @@ class Progress:
         self.terminal = sys.stderr.isatty()
         self.start = self.shown = time.monotonic()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -49,8 +49,8 @@ from typing import Any, NamedTuple, Protocol
 
 from maxlp import schema
 from maxlp.data.readers import BrokenExample, check_tokens, check_utf8
-from maxlp.data.specs import one_line, split_options
-from maxlp.runtime.messages import counted
+from maxlp.data.specs import split_options
+from maxlp.runtime.messages import counted, one_line
 
 VALIDATION = 0.02
 TYPES: dict[type, tuple[Callable[[str], Any], str]] = {  # of options -> their parser, their description

@@ -204,7 +204,7 @@ def find_rms_spikes(steps: np.ndarray, rms: np.ndarray, config: SpikeConfig) -> 
     return found
 
 
-class Prediction(NamedTuple):
+class PredictedSpikes(NamedTuple):
     """How many loss spikes followed an RMS_t spike, and how many would by chance."""
 
     loss_spikes: int
@@ -214,7 +214,7 @@ class Prediction(NamedTuple):
 
 def count_predicted(
     loss_spikes: Sequence[int], rms_spikes: Sequence[int], num_steps: int, config: SpikeConfig
-) -> Prediction:
+) -> PredictedSpikes:
     """Counts the loss spikes that come 1 to `lead` steps after an RMS_t spike.
 
     Args:
@@ -227,4 +227,4 @@ def count_predicted(
     followers = {step + i for step in rms_spikes for i in range(1, config.lead + 1)}
     predicted = sum(step in followers for step in loss_spikes)
     fraction = sum(step <= num_steps for step in followers) / max(num_steps, 1)
-    return Prediction(len(loss_spikes), predicted, fraction * len(loss_spikes))
+    return PredictedSpikes(len(loss_spikes), predicted, fraction * len(loss_spikes))

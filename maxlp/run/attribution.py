@@ -308,16 +308,7 @@ def as_json(found: Attribution) -> dict[str, Any]:
     """The numbers of all sites, in their ranking; what is not finite is null."""
     sites = [site._asdict() | dataclasses.asdict(effect) for site, effect in found.ranked()]
     numbers = {name: value for name, value in vars(found).items() if name != "effects"}
-    return finite(numbers | {"sites": sites})
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON, with null for each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    return files.finite(numbers | {"sites": sites})
 
 
 PANELS = (  # title, number of an `Effect`, its sign

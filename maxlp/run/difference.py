@@ -72,7 +72,7 @@ Batch = dict[str, np.ndarray]
 Given = dict[taps.Path, np.ndarray]
 
 
-class Site(NamedTuple):
+class TensorSite(NamedTuple):
     """A tensor; ``layer`` is None outside of stacks."""
 
     part: str  # of the comparison
@@ -85,7 +85,7 @@ class Site(NamedTuple):
         return " ".join(part for part in (self.path, layer, self.kind) if part)
 
 
-Tensors = dict[Site, np.ndarray]
+Tensors = dict[TensorSite, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Difference:
       norm: "rms" or "max".
     """
 
-    site: Site
+    site: TensorSite
     value: float
     bound: float
     norm: str
@@ -135,7 +135,7 @@ class Program:
 # --- one program ----------------------------------------------------------------------------------------
 
 
-class Compiled:
+class CompiledProgram:
     """Both forms of a program, compiled for the shapes of a batch.
 
     Args:
@@ -221,15 +221,15 @@ class Compiled:
         """Forward, the loss, backward from the last layer to the first, and what the step makes of it."""
         backward = {place: i for i, place in enumerate(reversed(list(self._modules())))}
         stages = {kind: i for i, kind in enumerate(("forward", *KINDS))}
-        found: list[tuple[tuple[int, int, float], Site, np.ndarray]] = []  # with (stage, place, end)
+        found: list[tuple[tuple[int, int, float], TensorSite, np.ndarray]] = []  # with (stage, place, end)
         for path, x in own.items():
             end = next(end for end, name in taps.ENDS.items() if name == path[-1])
             module = path_name(path[:-1])
             for layer, (value, grad) in _by_layer(x, self.taps[path].layers):
                 place = backward[module, layer]
-                site = Site(part, end, module, layer)
+                site = TensorSite(part, end, module, layer)
                 found.append(((stages["forward"], -place, end == "output"), site, value))
-                site = Site(part, f"gradient of {end}", module, layer)
+                site = TensorSite(part, f"gradient of {end}", module, layer)
                 found.append(((stages["gradient"], place, end == "input"), site, grad))
         for (kind, path), x in named.items():
             module, _, _ = path.rpartition("/")
@@ -238,7 +238,7 @@ class Compiled:
                 if kind == "gradient":
                     place = backward.get((module, layer), -1)
                 # A gradient is between those of its layer's output (0) and input (1) above.
-                found.append(((stages[kind], place, 0.5), Site(part, kind, path, layer), value))
+                found.append(((stages[kind], place, 0.5), TensorSite(part, kind, path, layer), value))
         return {site: x for _, site, x in sorted(found, key=lambda one: one[0])}
 
     def _num_layers(self, path: str, x: np.ndarray) -> int | None:
@@ -322,10 +322,12 @@ class Recorded(NamedTuple):
     batch: Batch
     given: Given
     tensors: Tensors
-    spread: dict[Site, np.ndarray]
+    spread: dict[TensorSite, np.ndarray]
 
 
-def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0) -> tuple[list, State]:
+def compare(
+    a: CompiledProgram, b: CompiledProgram, state: State, batch: Batch, seed: int = 0
+) -> tuple[list, State]:
     """The differences of one step, in the order of the program, and A's state after the step.
 
     Args:
@@ -339,7 +341,7 @@ def compare(a: Compiled, b: Compiled, state: State, batch: Batch, seed: int = 0)
 
 
 def record(
-    a: Compiled, state: State, batch: Batch, seed: int, bits: int, is_quantized: bool
+    a: CompiledProgram, state: State, batch: Batch, seed: int, bits: int, is_quantized: bool
 ) -> tuple[Recorded, State]:
     """A step of a program, what rounding does to it, and the state after it.
 
@@ -398,7 +400,7 @@ def nudged(tree: Any, bits: int, rng: np.random.Generator) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _spread(base: Tensors, runs: Iterable[Tensors]) -> dict[Site, np.ndarray]:
+def _spread(base: Tensors, runs: Iterable[Tensors]) -> dict[TensorSite, np.ndarray]:
     """How far each tensor is from some runs at most, in both norms."""
     spread = {site: np.zeros(2) for site in base}
     for run in runs:
@@ -406,7 +408,7 @@ def _spread(base: Tensors, runs: Iterable[Tensors]) -> dict[Site, np.ndarray]:
     return spread
 
 
-def _at_least_the_quartile(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndarray]:
+def _at_least_the_quartile(spread: dict[TensorSite, np.ndarray]) -> dict[TensorSite, np.ndarray]:
     """The spreads, with those of amax histories at least the lower quartile of their tensor's.
 
     A step adds one number to a history, the largest of a tensor. A few runs can all leave such a number
@@ -423,7 +425,7 @@ def _at_least_the_quartile(spread: dict[Site, np.ndarray]) -> dict[Site, np.ndar
     }
 
 
-def differences(recorded: Recorded, b: Compiled) -> list[Difference]:
+def differences(recorded: Recorded, b: CompiledProgram) -> list[Difference]:
     """How program B differs in a recorded step, in the order of the program."""
     state, batch, given, base, spread = recorded
     on_inputs: Tensors = {}
@@ -433,7 +435,9 @@ def differences(recorded: Recorded, b: Compiled) -> list[Difference]:
     return _differences(base, on_inputs | as_trained, spread)
 
 
-def _differences(base: Tensors, other: Tensors, spread: Mapping[Site, np.ndarray]) -> list[Difference]:
+def _differences(
+    base: Tensors, other: Tensors, spread: Mapping[TensorSite, np.ndarray]
+) -> list[Difference]:
     found = []
     for site in [site for site in base if site in other and site.kind != "parameter"]:
         values = norms(base[site], other[site].reshape(base[site].shape))
@@ -475,7 +479,7 @@ def _unit(a: np.ndarray, b: np.ndarray, relative_to: np.ndarray) -> np.ndarray:
 # --- the operation --------------------------------------------------------------------------------------
 
 
-def source(compiled: Compiled, site: Site) -> str:
+def source(compiled: CompiledProgram, site: TensorSite) -> str:
     """The file, line and function of the operation that makes a tensor; "" if it is not found."""
     jaxpr = compiled.traced[site.part].jaxpr.jaxpr
     if site.kind in KINDS:

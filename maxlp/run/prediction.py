@@ -28,7 +28,7 @@ from maxlp.core.train_step import loss_scale_of
 from maxlp.parallel.batches import device_batches
 from maxlp.precision import RECIPES, RecipeOptions, make_recipe
 from maxlp.precision.gaussian_error import gaussian_mse
-from maxlp.run.attribution import distance, finite
+from maxlp.run.attribution import distance
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.reopen import batch_of, open_or_create_run
 from maxlp.run.replay import without_recipe
@@ -233,5 +233,5 @@ def write(found: list[Prediction], step: int, folder: Path) -> Path:
     """Writes the predictions as JSON, what is not finite as null; returns the path."""
     path = folder / f"predict_{step}.json"
     recipes = [dataclasses.asdict(p) for p in found]
-    files.write_json(path, finite({"step": step, "recipes": recipes}))
+    files.write_json(path, files.finite({"step": step, "recipes": recipes}))
     return path

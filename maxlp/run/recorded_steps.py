@@ -21,7 +21,7 @@ import maxlp
 from maxlp.core.train_state import State
 from maxlp.run import changes, difference, two_runs
 from maxlp.run.config import ConfigError
-from maxlp.run.difference import Batch, Compiled, Recorded, Site
+from maxlp.run.difference import Batch, CompiledProgram, Recorded, TensorSite
 from maxlp.run.earlier_versions import upgraded
 from maxlp.run.experiment import resolve_settings
 from maxlp.run.reopen import open_or_create_run
@@ -56,7 +56,7 @@ def record(
         positions = two_runs.positions(at.run)
         info = {"config": config, "positions": positions, "made_by": made_by()}
         state, first_batch, batches = two_runs.steps_of(at, step, number)
-        compiled = Compiled(program, first_batch, bool(positions))
+        compiled = CompiledProgram(program, first_batch, bool(positions))
         folder.mkdir(parents=True, exist_ok=True)
         for n, batch in batches:
             found, state = difference.record(compiled, state, batch, n, program.bits, program.is_quantized)
@@ -103,7 +103,7 @@ def reports(s: Settings, folder: Path) -> Iterator[two_runs.Report]:
         found = _recorded(arrays, info, program.abstract, path)
         if compiled is None:
             tapped = two_runs.same_positions(info["positions"], two_runs.positions(run))
-            compiled = Compiled(program, found.batch, tapped)
+            compiled = CompiledProgram(program, found.batch, tapped)
         if compiled.taps.keys() != found.given.keys():  # compare the steps as trained alone
             found = found._replace(given={})
         report = two_runs.report_of(_step(path), difference.differences(found, compiled), compiled)
@@ -164,7 +164,7 @@ def _recorded(arrays: dict[str, np.ndarray], info: Mapping[str, Any], like: Stat
     def of(kind: str) -> dict[str, np.ndarray]:
         return {k.removeprefix(f"{kind}/"): x for k, x in arrays.items() if k.startswith(f"{kind}/")}
 
-    given, tensors, sites = of("given"), of("tensor"), [Site(*site) for site in info["sites"]]
+    given, tensors, sites = of("given"), of("tensor"), [TensorSite(*site) for site in info["sites"]]
     batch: Batch = of("batch")
     return Recorded(
         state=_state(of("state"), like, path),

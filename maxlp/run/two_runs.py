@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from maxlp.core.train_state import State
 from maxlp.parallel.batches import device_batches
 from maxlp.run import changes, difference
-from maxlp.run.attribution import finite
 from maxlp.run.config import ConfigError
-from maxlp.run.difference import FACTOR, SEEDS, Batch, Compiled, Difference, Program
+from maxlp.run.difference import FACTOR, SEEDS, Batch, CompiledProgram, Difference, Program
 from maxlp.run.experiment import Experiment, resolve_settings
 from maxlp.run.reopen import OpenRun, batch_of, open_or_create_run
 from maxlp.run.settings import OBSERVING, Settings
@@ -113,7 +112,7 @@ def reports(
         _check_states(*programs)
         state, first_batch, batches = steps_of(at, step, number, b)
         tapped = same_positions(positions(at.run), positions(run_b))
-        program_a, program_b = (Compiled(program, first_batch, tapped) for program in programs)
+        program_a, program_b = (CompiledProgram(program, first_batch, tapped) for program in programs)
         for n, batch in batches:
             tensors, state = difference.compare(program_a, program_b, state, batch, seed=n)
             report = report_of(n, tensors, program_b)
@@ -148,7 +147,7 @@ def steps_of(
     return state, first, enumerate(itertools.chain([first], more), start)
 
 
-def report_of(step: int, tensors: list[Difference], b: Compiled) -> Report:
+def report_of(step: int, tensors: list[Difference], b: CompiledProgram) -> Report:
     first = next((found for found in tensors if found.excess > 1), None)
     return Report(step, tensors, difference.source(b, first.site) if first else "")
 
@@ -247,5 +246,5 @@ def write(found: Sequence[Report], differing: Sequence[str], folder: Path) -> Pa
     ]
     path = folder / f"diff_{found[0].step}.json"
     numbers = {"differing": list(differing), "seeds": SEEDS, "factor": FACTOR, "steps": steps}
-    files.write_json(path, finite(numbers))
+    files.write_json(path, files.finite(numbers))
     return path

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -139,6 +140,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file, see `replacing`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, with null for each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(

@@ -21,3 +21,8 @@ def format_seconds(seconds: float) -> str:
     if hours >= 100:
         return f"{hours // 24}d{hours % 24:02}h"
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, for use in another message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -6,6 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from maxlp.runtime import files
 from tests.benchmarks.quick import run_quick
 
 STEPS = 100
@@ -42,9 +43,9 @@ def test_sharpness_rises_before_a_step(sweep):
     assert not sweep.rises(late, 50)
 
 
-def run(sweep, validation: float, curve: np.ndarray, sharpness: np.ndarray) -> dict:
+def run(validation: float, curve: np.ndarray, sharpness: np.ndarray) -> dict:
     values = {"loss": curve, "sharpness": sharpness}
-    return {key: sweep.finite(value.tolist()) for key, value in values.items()} | {"validation": validation}
+    return files.finite({key: value.tolist() for key, value in values.items()}) | {"validation": validation}
 
 
 def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
@@ -59,7 +60,7 @@ def test_usable_rates_and_criteria(sweep, tmp_path, capsys):
                 if exponent in diverging and seed == 2:
                     curve, sharp = losses(np.nan, 60), rising
                 validation = 2.0 + (sweep.MARGIN + 0.1) * (exponent == -3)
-                plan.save(recipe, sweep.run_name(exponent, seed), run(sweep, validation, curve, sharp))
+                plan.save(recipe, sweep.run_name(exponent, seed), run(validation, curve, sharp))
     found = {recipe: sweep.outcomes(recipe, plan) for recipe in ("bf16", "fp8_current", "fp8_delayed")}
     assert {recipe: sweep.usable(runs) for recipe, runs in found.items()} == {
         "bf16": [-2, -1],

@@ -33,7 +33,7 @@ from maxlp.parallel.opt_state import PerReplica
 from maxlp.precision import delayed, dot
 from maxlp.precision.loss_scale import DynamicLossScale
 from maxlp.run import difference
-from maxlp.run.difference import AS_TRAINED, ON_INPUTS, Compiled, Program, Site
+from maxlp.run.difference import AS_TRAINED, ON_INPUTS, CompiledProgram, Program, TensorSite
 from tests.families.clip.fixtures import make_batch, tiny_clip
 from tests.fixtures import Trainer, batch, make_mesh, precision_config, with_full_histories
 
@@ -64,11 +64,11 @@ def program(mesh=(), recipe=None, tx=ADAMW, loss=None, released=False, scaled=Fa
 
 
 @functools.cache
-def compiled(**options) -> Compiled:
-    return Compiled(program(**options), batch(0))
+def compiled(**options) -> CompiledProgram:
+    return CompiledProgram(program(**options), batch(0))
 
 
-def steps(a: Compiled, b: Compiled, number: int, change=lambda state: state):
+def steps(a: CompiledProgram, b: CompiledProgram, number: int, change=lambda state: state):
     """The differences of each step."""
     state = change(a.program.initial())
     for n in range(number):
@@ -242,7 +242,7 @@ class Defect:
 
     plant: object
     options: dict
-    site: Site
+    site: TensorSite
     line: str
     of_b: dict = dataclasses.field(default_factory=dict)
     change: object = staticmethod(lambda state: state)
@@ -263,7 +263,7 @@ def falling_histories(state):
 
 
 def on_inputs(kind, path, layer=None):
-    return Site(ON_INPUTS, kind, path, layer)
+    return TensorSite(ON_INPUTS, kind, path, layer)
 
 
 Q_PROJ = on_inputs("output", "layers/attn/q_proj", 0)
@@ -274,13 +274,13 @@ DEFECTS = [
     Defect(
         keep_the_first_microbatch,
         LATE | dict(microbatches=2),
-        Site(AS_TRAINED, "state", "layers/*_amax_history", 0),
+        TensorSite(AS_TRAINED, "state", "layers/*_amax_history", 0),
         HERE,
     ),
     Defect(
         add_gradients_in_bfloat16,
         dict(microbatches=2),
-        Site(AS_TRAINED, "gradient", "lm_head/kernel"),
+        TensorSite(AS_TRAINED, "gradient", "lm_head/kernel"),
         "maxlp/core/gradients.py",
     ),
     Defect(
@@ -314,7 +314,7 @@ DEFECTS = [
     Defect(
         correct_for_one_step_more,
         {},
-        Site(AS_TRAINED, "update", "final_norm/scale"),
+        TensorSite(AS_TRAINED, "update", "final_norm/scale"),
         "optax/",
         of_b=dict(tx=LATE_ADAM),
     ),
@@ -346,7 +346,7 @@ def test_a_planted_defect_is_found_at_its_place(defect, monkeypatch):
     a = compiled(**defect.options)
     with monkeypatch.context() as patch:
         defect.plant(patch)
-        b = Compiled(program(**defect.options, **defect.of_b), batch(0))
+        b = CompiledProgram(program(**defect.options, **defect.of_b), batch(0))
     [found] = steps(a, b, 1, defect.change)
     first, *_ = [one for one in found if one.excess > 1]
     assert fnmatch.fnmatchcase(first.site.path, defect.site.path)
@@ -397,7 +397,7 @@ PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE]
 
 @pytest.mark.parametrize(("options", "of_b"), PAIRS, ids=str)
 def test_another_layout_raises_no_alarm(options, of_b):
-    a, b = compiled(**options), Compiled(program(**options | of_b), batch(0))
+    a, b = compiled(**options), CompiledProgram(program(**options | of_b), batch(0))
     for number, found in enumerate(steps(a, b, 3), 1):
         assert len(found) > 150
         worst = max(found, key=lambda one: one.excess)
@@ -410,12 +410,12 @@ def test_joined_rows_of_a_clip_are_compared_with_single_ones():
     config = tiny_clip(visual=dict(num_layers=1), text=dict(num_layers=1))
     one_pass = clip_gradients(ContrastiveConfig(kind="softmax", method="plain"))
 
-    def on(**mesh) -> Compiled:
+    def on(**mesh) -> CompiledProgram:
         t = Trainer(
             make_mesh(**mesh), make_model=lambda rngs: CLIP(config, rngs=rngs), gradients=one_pass, tx=ADAMW
         )
         step = functools.partial(train_step.train_step, gradients=one_pass, tx=ADAMW)
-        return Compiled(
+        return CompiledProgram(
             Program(
                 graphdef=t.graphdef,
                 abstract=t.abstract,
@@ -461,7 +461,7 @@ def test_local_steps_are_measured_with_the_parameters_of_the_replicas_moved():
 
 def test_the_spread_of_an_amax_history_is_at_least_the_lower_quartile_of_its_tensor():
     def of(name, spreads):
-        sites = (Site(AS_TRAINED, "state", f"layers/attn/{name}", layer) for layer in range(5))
+        sites = (TensorSite(AS_TRAINED, "state", f"layers/attn/{name}", layer) for layer in range(5))
         return {site: np.array(spread) for site, spread in zip(sites, spreads, strict=True)}
 
     inputs = of("input_amax_history", [(0.1, 0.3), (0.0, 0.4), (0.2, 0.0), (0.3, 0.5), (0.4, 0.6)])
@@ -486,7 +486,7 @@ def test_norms_of_a_difference():
 
 def compared(base, other, *runs):
     """The difference of an array, of which rounding makes these others."""
-    site = Site(AS_TRAINED, "gradient", "kernel")
+    site = TensorSite(AS_TRAINED, "gradient", "kernel")
     spread = difference._spread({site: base}, ({site: run} for run in runs))
     [found] = difference._differences({site: base}, {site: other}, spread)
     return found

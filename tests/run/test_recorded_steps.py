@@ -10,7 +10,7 @@ import pytest
 from maxlp.nn import layers
 from maxlp.run import recorded_steps
 from maxlp.run.config import ConfigError
-from maxlp.run.difference import AS_TRAINED, Recorded, Site
+from maxlp.run.difference import AS_TRAINED, Recorded, TensorSite
 from maxlp.run.settings import read
 from tests.run.fixtures import TINY, changed, load
 
@@ -20,7 +20,7 @@ CONFIG = {"model": MODEL, "train": {"seed": 0}, "data": {}, "spikes": {"k": 1}}
 
 def step(value: float = 1.0) -> Recorded:
     """With numbers of dtypes that NumPy does not have, NaN among them."""
-    tensors = {Site(AS_TRAINED, "gradient", "kernel", 1): jnp.array([value, jnp.nan], jnp.bfloat16)}
+    tensors = {TensorSite(AS_TRAINED, "gradient", "kernel", 1): jnp.array([value, jnp.nan], jnp.bfloat16)}
     state = {
         "params": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)},
         "opt_state": ({"mu": jnp.array([value, -2], jnp.float8_e5m2)}, jnp.array(3)),

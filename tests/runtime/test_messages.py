@@ -1,4 +1,4 @@
-from maxlp.runtime.messages import counted, format_seconds, rounded
+from maxlp.runtime.messages import counted, format_seconds, one_line, rounded
 
 
 def test_counted_nouns():
@@ -16,3 +16,8 @@ def test_rounded_numbers_have_an_exponent_only_beyond_the_readable():
 def test_format_seconds():
     formatted = [format_seconds(s) for s in (0, 59.6, 3599, 90000, 100 * 3600)]
     assert formatted == ["0:00", "1:00", "59:59", "25:00:00", "4d04h"]
+
+
+def test_one_line_of_an_error():
+    assert one_line(ValueError("\n first\nsecond")) == "first"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"

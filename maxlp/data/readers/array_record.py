@@ -25,8 +25,8 @@ import numpy as np
 from maxlp.data.readers import TOKEN_DTYPES, BrokenExample, read_if_there
 from maxlp.data.readers.access import locate
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 from maxlp.runtime.open_files import allow_open_files
 
 MANIFEST = "dataset.json"

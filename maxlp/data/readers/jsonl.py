@@ -13,8 +13,8 @@ import numpy as np
 from maxlp.data.readers import BrokenExample, as_text, missing, not_utf8
 from maxlp.data.readers.access import find_files, locate, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 
 BLOCK_BYTES = 2**24  # read at a time to find the lines of a file
 INDEX_THREADS = 8

@@ -13,8 +13,9 @@ from maxlp.data.readers import missing
 from maxlp.data.readers.access import find_files, locate
 from maxlp.data.readers.jsonl import content_of
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import import_extra, one_line
+from maxlp.runtime.extras import import_extra
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 
 THREADS = 16  # that read footers
 

@@ -30,8 +30,8 @@ from absl import logging
 from maxlp.data.readers import COMPRESSED, BrokenExample, check_utf8
 from maxlp.data.readers.access import find_files, locate, open_file, read_range, uncompressed
 from maxlp.data.sources import VALIDATION, Source, Spec
-from maxlp.data.specs import one_line
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp")
 INDEX_THREADS = 16

@@ -5,8 +5,9 @@ from typing import Any
 
 from maxlp.data.readers import as_text, check_utf8, walk
 from maxlp.data.sources import Source, Spec
-from maxlp.data.specs import import_extra, one_line
+from maxlp.runtime.extras import import_extra
 from maxlp.runtime.files import is_url
+from maxlp.runtime.messages import one_line
 
 TEXT_KEYS = {"text_key": "text"}
 IMAGE_TEXT_KEYS = {"image_key": "image", "text_key": "", "label_key": "label"}

@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from maxlp.data.readers import read_if_there
-from maxlp.data.specs import one_line, split_options
+from maxlp.data.specs import split_options
+from maxlp.runtime.messages import one_line
 
 KINDS = {
     "bytes": "maxlp.data.tokenizers.byte:ByteTokenizer",

@@ -17,9 +17,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from maxlp.data.specs import one_line
 from maxlp.data.tokenizers import SpecialNames, as_str
 from maxlp.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from maxlp.runtime.messages import one_line
 
 # Merges stay within one of these: the end of a contraction, a run of letters, a digit, a run of other
 # characters.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from maxlp.data.specs import one_line
 from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str, ids_below, piece_bytes
+from maxlp.runtime.messages import one_line
 
 
 class HuggingFaceTokenizer(Tokenizer):

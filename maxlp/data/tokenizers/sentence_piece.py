@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from maxlp.data.specs import import_extra, one_line
 from maxlp.data.tokenizers import SpecialNames, Tokenizer, as_str, ids_below, piece_bytes
+from maxlp.runtime.extras import import_extra
+from maxlp.runtime.messages import one_line
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -13,10 +13,10 @@ from typing import Any
 from flax import nnx
 
 from maxlp.data.chat import Chat, Messages
-from maxlp.data.specs import import_extra
 from maxlp.data.tokenizers import Tokenizer
 from maxlp.families.llama import likelihood
 from maxlp.nn.decoding import Sampling, generate, padded_length
+from maxlp.runtime.extras import import_extra
 
 NEW_TOKENS = 256  # for tasks that name no number, as in the library
 
