@@ -4,7 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -62,11 +63,23 @@ def environments(processes: int) -> list[dict[str, str]]:
     return [shared | {"MAXLP_PROCESS_ID": str(rank)} for rank in range(processes)]
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def finish(process: subprocess.Popen, code: int = 0, timeout: float = 300) -> str:
     """Waits for a run; asserts its exit code, and returns its output."""
-    out = process.communicate(timeout=300)[0]
+    try:
+        out = process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert process.returncode == code, out
     return out
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Returns once the condition holds; fails if it does not within this time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def shown(command: str, *options: str) -> str:

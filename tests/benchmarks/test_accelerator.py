@@ -33,8 +33,8 @@ from benchmarks.accelerator.results import (
 from maxlp.parallel import sharding
 from maxlp.planning import search, topologies
 from maxlp.run.settings import read
+from tests.training_runs import ROOT, wait_until
 
-ROOT = Path(__file__).parents[2]
 CPU = {"platform": "cpu", "kind": "cpu", "count": 1, "memory": None, "tiny": True}
 H200 = {"platform": "gpu", "kind": "NVIDIA H200", "count": 1, "memory": 1e11, "tiny": False}
 
@@ -190,10 +190,7 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
     pieces = children(process.pid)
     process.send_signal(number)
     assert process.wait(30) == -number and pieces
-    deadline = time.monotonic() + 30
-    while any(is_running(piece) for piece in pieces):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(is_running(piece) for piece in pieces))
 
 
 def is_running(pid: str) -> bool:

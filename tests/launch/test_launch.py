@@ -23,26 +23,15 @@ import pytest
 
 from tests import run_outputs
 from tests.run_outputs import losses
+from tests.training_runs import ROOT, SMALL, finish, wait_until
 
-ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 MANIFESTS = sorted(LAUNCH.glob("*.yaml"))
 FLAG_FILES = sorted((LAUNCH / "xla_flags").glob("*.txt"))
 TINY = [
-    "--config=configs/llama/debug.py",
-    "--config.model.embed_dim=32",
+    *SMALL,
     "--config.model.num_layers=1",
-    "--config.model.num_heads=2",
-    "--config.model.num_kv_heads=2",
-    "--config.model.head_dim=16",
-    "--config.model.mlp_dim=64",
-    "--config.model.vocab_size=512",
-    "--config.data.tokenizer=bytes",
-    "--config.data.seq_len=64",
-    "--config.data.shuffle_tokens=16384",
-    "--config.optimizer.warmup_steps=2",
-    "--config.train.log_every=1",
     "--config.train.eval_every=0",
     "--config.train.eval_batches=1",
     "--config.metrics.tensorboard=False",
@@ -73,16 +62,6 @@ def start(script, *arguments, **env):
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def finish(process, code=0, timeout=300):
-    try:
-        out = process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    assert process.returncode == code, out
-    return out
 
 
 def run(script, *arguments, code=0, **env):
@@ -125,13 +104,6 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition, seconds=60):
-    end = time.time() + seconds
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.05)
 
 
 # --- All launchers ------------------------------------------------------------------------------------

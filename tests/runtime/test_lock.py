@@ -14,6 +14,7 @@ import pytest
 from maxlp.runtime import lock
 from maxlp.runtime.lock import WorkdirLock
 from tests.runtime import workers
+from tests.training_runs import wait_until
 
 HOLD = """
 import pathlib, sys
@@ -129,9 +130,7 @@ def test_of_processes_that_start_at_once_exactly_one_holds(tmp_path):
     processes = [start(tmp_path) for _ in range(4)]
     go(*processes)
     # Whoever is refused ends; the one that holds the lock waits for its input.
-    deadline = time.monotonic() + 60
-    while sum(p.poll() is None for p in processes) > 1 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: sum(p.poll() is None for p in processes) <= 1)
     outputs = [process.communicate("\n") for process in processes]
     assert [out for out, _ in outputs if out] == ["held\n"]
     assert sum("is in use" in err for _, err in outputs) == 3
@@ -223,8 +222,7 @@ def test_all_processes_of_a_run_learn_that_it_is_refused(tmp_path):
 def test_the_count_rises_while_the_lock_is_held(tmp_path):
     with WorkdirLock(tmp_path) as held:
         held.acquire()
-        first, deadline = (tmp_path / "lock").read_bytes(), time.monotonic() + 30
-        while (tmp_path / "lock").read_bytes() == first and time.monotonic() < deadline:
-            time.sleep(0.02)
+        first = (tmp_path / "lock").read_bytes()
+        wait_until(lambda: (tmp_path / "lock").read_bytes() != first)
         time.sleep(0.02)
         assert json.loads((tmp_path / "lock").read_text())["count"] >= 1

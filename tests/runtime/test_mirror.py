@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import time
 import types
 
 import pytest
@@ -15,6 +14,7 @@ from maxlp.runtime import checkpoint, files, lock, manifest, mirror, storage
 from maxlp.runtime.checkpoint import Checkpointer
 from tests.runtime import workers
 from tests.runtime.workers import forget
+from tests.training_runs import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +34,6 @@ def opened(url):
 
 def names(url):
     return sorted(storage.find(url).keys() - {lock.NAME})
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # --- files ----------------------------------------------------------------------------------------------
