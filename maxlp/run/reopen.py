@@ -66,7 +66,7 @@ class _RepeatedBatches:
 
 @contextlib.contextmanager
 def open_run(
-    s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool = True
+    s: Settings, workdir: Path, step: int | None, lead: int = 0, *, same_precision: bool
 ) -> Iterator[OpenRun]:
     """The run of a workdir before a step, with the mesh set.
 

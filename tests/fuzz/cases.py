@@ -458,9 +458,9 @@ def paths(rng: random.Random) -> Case:
 # --- files ----------------------------------------------------------------------------------------------
 
 
-def spoil(path: Path, how: str, rng_seed: int = 0) -> None:
+def spoil(path: Path, how: str, seed: int) -> None:
     """Replaces a file by something that every reader must refuse."""
-    data, rng = path.read_bytes(), random.Random(rng_seed)
+    data, rng = path.read_bytes(), random.Random(seed)
     contents = {
         "emptied": b"",
         "cut in half": data[: len(data) // 2],

@@ -25,9 +25,9 @@ def with_adapters(recipe: PrecisionConfig | None = None, **model) -> MakeModel:
     return make
 
 
-def with_random_b(state: State, seed: int = 0) -> State:
+def with_random_b(state: State) -> State:
     """The state after some training, when B is not zero and A has a gradient."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda p: jax.device_put((0.1 * rng.standard_normal(p.shape)).astype(np.float32), p.sharding),
         state["params"],

@@ -140,14 +140,14 @@ OTHER = {"host": "other", "pid": 7, "boot": "another boot", "since": "2026-01-01
 
 
 @contextlib.contextmanager
-def other_machine(workdir, lives):
-    """The lock of a process on another machine, which raises its count if it lives."""
+def other_machine(workdir):
+    """The lock of a process on another machine, which lives and raises its count."""
     stop, path = threading.Event(), workdir / "lock"
 
     def beat():
         count = 0
         while not stop.wait(0.05):
-            count += lives
+            count += 1
             path.write_text(json.dumps(OTHER | {"count": count}))
 
     path.write_text(json.dumps(OTHER))
@@ -167,7 +167,7 @@ def test_on_another_machine_the_count_decides(tmp_path, monkeypatch, error):
 
     if error is not None:
         monkeypatch.setattr(lock.fcntl, "flock", fails)
-    with other_machine(tmp_path, lives=True):
+    with other_machine(tmp_path):
         refused(tmp_path, "process 7 on other")
     (tmp_path / "lock").write_text(json.dumps(OTHER))
     taken(tmp_path)

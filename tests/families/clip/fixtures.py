@@ -89,7 +89,7 @@ def make_clip(seed: int = 0, **changes: Any) -> CLIP:
     return CLIP(tiny_clip(**changes), rngs=nnx.Rngs(seed))
 
 
-def make_mixed_clip(config: CLIPConfig, rngs: nnx.Rngs, rules: tuple = MIXED) -> CLIP:
+def make_mixed_clip(config: CLIPConfig, rngs: nnx.Rngs, rules: tuple) -> CLIP:
     """A model with a precision recipe for each (pattern, recipe) rule."""
     model = CLIP(config, rngs=rngs)
     recipes = tuple((pattern, precision.make_recipe(name)) for pattern, name in rules)
