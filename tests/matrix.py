@@ -59,7 +59,7 @@ OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def batch(run, seed: int) -> dict[str, np.ndarray]:
-    """Random values of the shapes that the family trains on; texts end in their highest id."""
+    """Random values of the shapes that the family trains on; texts end in a token that every pool finds."""
     rng = np.random.default_rng(seed)
     data, model = run.settings.data, run.settings.model
     arrays = {}
@@ -70,7 +70,8 @@ def batch(run, seed: int) -> dict[str, np.ndarray]:
         arrays["positions"] += np.arange(data.seq_len, dtype=np.int32)
         arrays["segment_ids"] += 1
     else:
-        arrays["text"][:, -1] = model.text.eos_id
+        eos_id = model.text.eos_id
+        arrays["text"][:, -1] = model.text.vocab_size - 1 if eos_id is None else eos_id
     return arrays
 
 
