@@ -719,7 +719,7 @@ PRECISION = [
         "precision/test_dot.py",
         # The input quantized with the kernel's history, where residuals are full.
         (
-            'saved_x, 0, recipe.drhs[0], tokens, amaxes["input"]',
+            "saved_x, 0, recipe.drhs[0], tokens, of_x",
             'saved_x, 0, recipe.drhs[0], tokens, amaxes["kernel"]',
             "precision/test_delayed.py",
         ),
@@ -729,8 +729,8 @@ PRECISION = [
             "precision/test_delayed.py",
         ),
         (
-            'quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])',
-            'quantize(recipe, recipe.drhs[0], g, tokens, amaxes["output_grad"])',
+            "quantize(recipe, recipe.drhs[1], g, tokens, of_g)",
+            "quantize(recipe, recipe.drhs[0], g, tokens, of_g)",
             "precision/test_delayed.py",
         ),
         ("jnp.where(jnp.isfinite(current), g.scale, current)", "g.scale", "precision/test_delayed.py"),
@@ -779,6 +779,11 @@ PRECISION = [
             "quantized.pad_to_blocks(a, -2, size)",
             "quantized.pad_to_blocks(a, -1, size)",
             "precision/test_blocks.py",
+        ),
+        (
+            "a * quantized.HADAMARD**0.5",
+            "a",
+            "::test_delayed_scales_have_room_for_rotated_tokens",
         ),
         ("size, random_signs=False", "size, random_signs=True"),
         ("x = _trusted(x, q_x, fwd[0]) if self.recipe.trust_mask else x", "pass"),

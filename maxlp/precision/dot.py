@@ -318,10 +318,12 @@ def over_tokens(recipe: Recipe, saved_x, g: Any) -> tuple[Any, Any]:
 
 def drhs_operands(recipe: Recipe, saved_x, g: Any, amaxes) -> tuple[Quantized, Quantized]:
     assert recipe.drhs is not None
-    tokens = tuple(range(g.ndim - 1))
-    q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, amaxes["input"])
+    tokens, of_x, of_g = tuple(range(g.ndim - 1)), amaxes["input"], amaxes["output_grad"]
+    if recipe.hadamard:  # the histories are of unrotated tensors, whose amax it can raise so far
+        of_x, of_g = (None if a is None else a * quantized.HADAMARD**0.5 for a in (of_x, of_g))
+    q_x = _requantize(recipe, saved_x, 0, recipe.drhs[0], tokens, of_x)
     if not isinstance(g, Quantized):
-        g = quantize(recipe, recipe.drhs[1], g, tokens, amaxes["output_grad"])
+        g = quantize(recipe, recipe.drhs[1], g, tokens, of_g)
     if (current := amaxes["output_grad_now"]) is not None:
         # A delayed scale would hide a gradient that is not finite, as in `quantize_forward`. Here the scale
         # becomes infinity or NaN: to replace elements would cost XLA on GPUs another pass over the data.

@@ -128,7 +128,8 @@ class Recipe:
       margin: the headroom of delayed scales, which map ``amax * 2^margin`` to the format's largest number.
       cold_start: delayed scales are current ones until a nonzero amax was recorded.
       smooth: see `smooth_swiglu`.
-      hadamard: both operands of ``drhs`` are rotated along the tokens first, see `quantized.rotate`.
+      hadamard: both operands of ``drhs`` are rotated along the tokens first, see `quantized.rotate`. Their
+        delayed scales have room for four times the amax, the most that a rotation makes of it.
       fwd_hadamard: both operands of ``fwd`` are rotated along the contracted axis, in blocks of 128
         or of the largest power of two that divides it; the backward pass rotates the gradients back.
       trust_mask: elements that ``fwd`` clips get no gradient, see `quantized.trusted`.

@@ -230,6 +230,15 @@ def test_each_part_of_quest_is_a_switch():
     assert np.any(dx != whole[1]) and np.any(dw != whole[2])
 
 
+def test_delayed_scales_have_room_for_rotated_tokens():
+    """Of tokens 1 and -1 with the signs of its own row, a rotation makes zeros and one 4, exact in FP8."""
+    _, w, _ = arrays(jnp.float32)
+    signs = 4 * rotate(jnp.eye(16), 0)[3]
+    x, g = (jnp.tile(signs[None, :, None], (1, 1, size)) for size in w.shape)
+    dw = run(make_recipe("fp8_delayed", hadamard=True), x, w, g)[2]
+    np.testing.assert_array_equal(dw, np.full(w.shape, 16.0))
+
+
 @pytest.mark.parametrize("dim", [48, 192, 256])
 def test_rotated_operands_of_any_size_have_the_same_product(dim):
     """In blocks of 16, 64 and 128; int8 shows that both operands are rotated alike."""
