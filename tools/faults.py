@@ -2483,6 +2483,11 @@ RUN = [
             "checkpoint.list_steps(directory)",
             "::test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before",
         ),
+        (
+            '("None -> False", "False -> None")',
+            '("None -> False", "False -> None", "True")',
+            "::test_histories_of_rotated_tensors_are_not_misread",
+        ),
     ),
     *_in(
         "run/settings.py",

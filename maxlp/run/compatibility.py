@@ -62,10 +62,10 @@ def check(run: Experiment, abstract: State, workdir: Path, changed: Mapping[str,
             f"the checkpoints of {workdir} do not fit the changed config ({'; '.join(reasons)}); undo the "
             f"change, {remedy}"
         ) from error
-    if (smooth := changed.get("precision.smooth_swiglu")) and _have_histories(saved, run):
+    if misread := _misread_histories(saved, run, changed):
         raise ConfigError(
-            f"the amax histories in the checkpoints of {workdir} would be misread ({smooth}); undo the "
-            f"change, {remedy}"
+            f"the amax histories in the checkpoints of {workdir} would be misread ({'; '.join(misread)}); "
+            f"undo the change, {remedy}"
         )
 
 
@@ -86,7 +86,17 @@ def num_replicas(arrays: Mapping[str, str]) -> int:
     return 0
 
 
-def _have_histories(saved: Mapping[str, str], run: Experiment) -> bool:
-    """Whether a gated product has a delayed scale."""
-    ends = [f"model_state/{name}/dot_general/input_amax_history" for name in run.family.gated_products]
-    return any(fnmatch.fnmatch(path, end) for path in saved for end in ends)
+def _misread_histories(saved: Mapping[str, str], run: Experiment, changed: Mapping[str, str]) -> list[str]:
+    """The changes after which matmuls with delayed scales quantize other tensors than before."""
+    found = []
+    for key, matmuls in (
+        ("precision.smooth_swiglu", run.family.gated_products),
+        ("precision.options.fwd_hadamard", ("*",)),
+    ):
+        line = changed.get(key, "")
+        if line.endswith(("None -> False", "False -> None")):  # an unset option is off in these recipes
+            continue
+        ends = [f"model_state/{name}/dot_general/input_amax_history" for name in matmuls]
+        if line and any(fnmatch.fnmatch(path, end) for path in saved for end in ends):
+            found.append(line)
+    return found

@@ -89,6 +89,15 @@ def test_histories_of_another_smooth_swiglu_are_not_misread(tmp_path):
     resume(tmp_path / "current", current | smooth)
 
 
+def test_histories_of_rotated_tensors_are_not_misread(tmp_path):
+    rotated = DELAYED | {"precision.options.fwd_hadamard": True}
+    for before, now in ((DELAYED, rotated), (rotated, DELAYED)):
+        save(tmp_path / str(before), before)
+        with pytest.raises(ConfigError, match=r"misread \(config\.precision\.options\.fwd_hadamard: "):
+            resume(tmp_path / str(before), now)
+    resume(tmp_path / str(DELAYED), DELAYED | {"precision.options.fwd_hadamard": False})
+
+
 def test_a_checkpoint_with_an_unreadable_record_is_left_to_the_one_before(tmp_path):
     """`Checkpointer.restore_latest` finds it damaged, and restores the newest intact one in use."""
     save(tmp_path, {})
