@@ -8,7 +8,8 @@
 # With N=1 it only supervises the process, which finds other processes by itself (TPU hosts).
 # When a process fails, the others are ended within 3 seconds and all restart, up to R times (default 0); exit
 # code 75 (saved because of SIGTERM) restarts too. Codes 0 (done), 2 (user error) and 130 (Ctrl-C) are final.
-# Ctrl-C and SIGTERM go to all processes, to save and exit within MAXLP_GRACE seconds (300); a second one kills.
+# Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end all processes, which save and exit within MAXLP_GRACE seconds
+# (300); a second signal kills them.
 # FILE: compiler flags, one of launch/xla_flags. --dry_run prints the commands without running them.
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"
@@ -55,7 +56,7 @@ if [[ -n $dry_run ]]; then print_flags && for ((i = 0; i < n; i++)); do process 
 if ((n > 1)); then mkdir -p "${logs:=$(mktemp -d "${TMPDIR:-/tmp}/maxlp-logs.XXXXXX")}" || exit; fi
 exec 3>&2 2>/dev/null # otherwise the shell reports every process that it kills
 trap 'stop INT' INT
-trap 'stop TERM' TERM
+trap 'stop TERM' TERM HUP
 code=75 starts=0 stopping='' pids=()
 while restartable "$code" && [[ -z $stopping ]] && ((starts <= restarts)); do
   if ((starts++)); then log "restart $((starts - 1)) of $restarts after exit code $code" 2>&3; fi

@@ -209,7 +209,12 @@ def running(tmp_path, num_workers):
     args = ["text", f"--source=jsonl:{corpus}", f"--output={output}", "--tokenizer=bytes"]
     args += ["--shards=8", f"--num_workers={num_workers}"]
     command = [sys.executable, "-m", "maxlp.prepare", *args]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    )
     deadline = time.monotonic() + 60
     while len(list(output.glob("*.partial"))) <= num_workers:
         assert process.poll() is None and time.monotonic() < deadline
@@ -237,11 +242,12 @@ def test_killed_run_leaves_nothing_that_looks_complete(corpus, tmp_path, num_wor
     assert not list(output.glob("*.partial"))
 
 
-def test_after_sigterm_nothing_remains(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_after_a_signal_nothing_remains(tmp_path, number):
     with running(tmp_path, num_workers=2) as (handle, process, output):
         workers = handle.children(recursive=True)
-        process.terminate()
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
     assert not output.exists() and not psutil.wait_procs(workers, timeout=10)[1]
 
 

@@ -90,7 +90,7 @@ def _signals_blocked() -> Iterator[None]:
     The run that gets one ends its step, for which it needs its workers.
     """
     resource_tracker.ensure_running()  # would unblock them when the first process starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ import errno
 import functools
 import os
 import re
-import select
 import sys
 import traceback
 import typing
@@ -22,7 +21,7 @@ from ml_collections.config_flags.tuple_parser import TupleParser
 
 from maxlp import schema
 from maxlp.run.config import ConfigError, choices, load_file
-from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, hard_exit
+from maxlp.runtime.exits import EXIT_FAILED, EXIT_INTERRUPTED, drop_unread_output, hard_exit
 from maxlp.runtime.files import shown
 
 # Errors of paths, and the limit of open files, are the user's to solve; other system errors, such as a full
@@ -173,7 +172,7 @@ def run(main: Callable[..., Any], num_arguments: int = 0) -> None:
             flags_parser=functools.partial(_parse_flags, num_arguments=num_arguments),
         )
     finally:
-        _drop_unread_output()
+        drop_unread_output()
 
 
 def check_first_argument(word: str, commands: Iterable[str]) -> None:
@@ -313,7 +312,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int = 2) -> typing.NoReturn:
-    nobody_reads = _drop_unread_output()
+    nobody_reads = drop_unread_output()
     if nobody_reads and isinstance(sys.exception(), BrokenPipeError):
         _exit(EXIT_FAILED)
     message = shown(message)
@@ -321,20 +320,6 @@ def _fail(message: str, code: int = 2) -> typing.NoReturn:
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     _exit(code)
-
-
-def _drop_unread_output() -> bool:
-    """Whether nobody reads standard output any more, as after ``| head``.
-
-    What is left of it is dropped, and what standard error would get where nobody reads that.
-    """
-    poll = select.poll()
-    for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)  # asks for no event: errors are always reported
-    unread = [descriptor for descriptor, _ in poll.poll(0)]
-    for descriptor in unread:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return sys.stdout.fileno() in unread
 
 
 def _exit(code: int) -> typing.NoReturn:

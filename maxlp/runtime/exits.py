@@ -1,6 +1,7 @@
 """How a process ends: exit codes for launchers, and an end that waits for nothing."""
 
 import os
+import select
 import sys
 from typing import NoReturn
 
@@ -27,3 +28,17 @@ def hard_exit(code: int) -> NoReturn:
     if mirror := mirror_module():
         mirror.remove_all()
     os._exit(code)
+
+
+def drop_unread_output() -> bool:
+    """Whether nobody reads standard output any more, as after ``| head`` or in a closed terminal.
+
+    What is left of it is dropped, and what standard error would get where nobody reads that.
+    """
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)  # asks for no event: errors are always reported
+    unread = [descriptor for descriptor, _ in poll.poll(0)]
+    for descriptor in unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return sys.stdout.fileno() in unread

@@ -17,9 +17,12 @@ UNFINISHED = ".unfinished"  # in the folder; on disk the files are in it, in a b
 def clean_up_on_sigterm() -> None:
     """From now on the first SIGTERM raises a `SystemExit`, so that blocks delete what is not finished.
 
-    By default SIGTERM ends a process like a kill, and a dataset or a model stays in a temporary folder.
+    By default SIGTERM ends a process like a kill, and a dataset or a model stays in a temporary folder. The
+    same holds for SIGHUP of a closed terminal, unless it is ignored, as under nohup.
     """
     signal.signal(signal.SIGTERM, _exit)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _exit)
 
 
 def _exit(number: int, _: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Saving and exiting on SIGTERM and Ctrl-C, in all processes after the same step."""
+"""Saving and exiting on SIGTERM, SIGHUP and Ctrl-C, in all processes after the same step."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import jax
 from absl import logging
 from jax.experimental import multihost_utils
 
-from maxlp.runtime.exits import EXIT_INTERRUPTED, EXIT_PREEMPTED, hard_exit
+from maxlp.runtime.exits import EXIT_INTERRUPTED, EXIT_PREEMPTED, drop_unread_output, hard_exit
 
 
 def exit_on_sigterm() -> None:
@@ -22,11 +22,17 @@ def exit_on_sigterm() -> None:
     compilation in the main thread has ended, so a thread reads the number of the signal, which the
     interpreter writes to a pipe at once. Call it before `distributed.initialize`, which can wait for a
     long time, and `exit_with_others` after it.
+
+    The thread also turns SIGHUP, which a run gets when its terminal or ssh session is closed, into SIGTERM,
+    here and in a `PreemptionGuard`; a run that ignores SIGHUP, as under nohup, goes on.
     """
 
     def watch() -> None:
         while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _receive_at_start_up:
+            if number[0] == signal.SIGHUP:
+                drop_unread_output()  # a closed terminal takes none
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _receive_at_start_up:
                 if jax.distributed.is_initialized():
                     from maxlp.runtime import peers
 
@@ -37,6 +43,8 @@ def exit_on_sigterm() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.signal(signal.SIGTERM, _receive_at_start_up)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # only signals with a handler reach the pipe
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="SIGTERM", daemon=True).start()
 

@@ -23,7 +23,7 @@ def test_the_life_of_workers():
         while len(multiprocessing.active_children()) < 2:
             time.sleep(0.001)
         first, second = multiprocessing.active_children()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             for process in (first, second):
                 os.kill(process.pid, number)
         assert element.result() == 0

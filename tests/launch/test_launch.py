@@ -38,10 +38,12 @@ TINY = [
 ]
 FAST_COMPILATION = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # those of tests/conftest.py
 
-# A shell cannot trap a signal that was ignored when it started, as Ctrl-C is for background jobs.
-WITH_CTRL_C = """
+# A shell cannot trap a signal that was ignored when it started, as Ctrl-C is for background jobs and SIGHUP
+# under nohup.
+WITH_SIGNALS = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
@@ -55,7 +57,7 @@ def environment(**more):
 
 def start(script, *arguments, **env):
     return subprocess.Popen(
-        [sys.executable, "-c", WITH_CTRL_C, LAUNCH / script, *map(str, arguments)],
+        [sys.executable, "-c", WITH_SIGNALS, LAUNCH / script, *map(str, arguments)],
         cwd=ROOT,
         env=environment(**env),
         stdout=subprocess.PIPE,
@@ -227,10 +229,13 @@ def test_a_user_error_is_final_although_jax_aborts_the_processes_that_lose_the_f
     assert len(lines(tmp_path / "started")) == 6
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signals_reach_all_processes_and_nothing_restarts(tmp_path, number, code):
+@pytest.mark.parametrize(
+    ("number", "passed", "code"),
+    [(signal.SIGTERM, "TERM", 75), (signal.SIGHUP, "TERM", 75), (signal.SIGINT, "INT", 130)],
+)
+def test_signals_reach_all_processes_and_nothing_restarts(tmp_path, number, passed, code):
     script = f"""
-        trap 'echo $MAXLP_PROCESS_ID >> {tmp_path}/saved; exit {code}' {number.name[3:]}
+        trap 'echo $MAXLP_PROCESS_ID >> {tmp_path}/saved; exit {code}' {passed}
         echo >> {tmp_path}/started; while true; do sleep 0.1; done"""
     process = start("local_multiprocess.sh", 3, "--restarts=5", "--", "bash", "-c", script)
     wait_until(lambda: len(lines(tmp_path / "started")) == 3)

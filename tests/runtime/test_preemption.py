@@ -1,4 +1,4 @@
-"""SIGTERM outside of the training loop: the process ends at once, whatever it is doing."""
+"""Signals outside of the training loop: the process ends at once, whatever it is doing."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from tests.training_runs import environments
 PROGRAM = """
 import contextlib, ctypes, os, signal, sys, time
 from maxlp.runtime import preemption
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
 preemption.exit_on_sigterm()
 guarded = sys.argv[1] == "guarded"
 with preemption.PreemptionGuard() if guarded else contextlib.nullcontext() as guard:
@@ -38,6 +39,29 @@ def test_sigterm_ends_the_process_at_once_except_in_the_loop(place, code, line):
         finally:
             process.kill()
     assert process.returncode == code and line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("place", "code"), [("start-up", 75), ("guarded", 3)])
+def test_sighup_of_a_closed_terminal_acts_as_sigterm(place, code):
+    terminal, output = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, place], stdout=output, stderr=output) as process:
+        os.close(output)
+        try:
+            with open(terminal, "rb") as lines:
+                assert lines.readline() == b"ready\r\n"
+            process.send_signal(signal.SIGHUP)  # and what the process prints from now on fails
+            assert process.wait(timeout=60) == code
+        finally:
+            process.kill()
+
+
+def test_under_nohup_sighup_stays_ignored():
+    program = (
+        "import signal; from maxlp.runtime import preemption; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+        "preemption.exit_on_sigterm(); signal.raise_signal(signal.SIGHUP);"
+        "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 START_UP = """
