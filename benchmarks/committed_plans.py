@@ -54,14 +54,14 @@ def update_estimate(path: Path) -> None:
     """Replaces the estimate in a plan."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         plan(path, "--estimate_only", f"--json={file.name}")
-        estimate = json.loads(Path(file.name).read_text())["estimate"]
-    values = json.loads(path.read_text()) | {"estimate": estimate}
-    path.write_text(json.dumps(values, indent=1) + "\n")
+        estimate = json.loads(Path(file.name).read_text(encoding="utf-8"))["estimate"]
+    values = json.loads(path.read_text(encoding="utf-8")) | {"estimate": estimate}
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def plan(path: Path, *options: str) -> None:
     """Runs the command that a plan records, with these options added."""
-    _, *rest = shlex.split(json.loads(path.read_text())["command"])
+    _, *rest = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
     subprocess.run([sys.executable, *rest, "--nosearch", *options], check=True, stdout=subprocess.DEVNULL)
 
 

@@ -307,7 +307,7 @@ def main() -> None:
         program = compiled(name, 1, ROWS, LENGTH, args.chip)
         text = program.as_text()
         if args.dump:
-            Path(args.dump, f"{name}.txt").write_text(text)
+            Path(args.dump, f"{name}.txt").write_text(text, encoding="utf-8")
         found = kernels(text)
         count = Counter(map(kernel_class, found))
         outside, of_matmuls = gigabytes(found, matmuls=False), gigabytes(found, matmuls=True)

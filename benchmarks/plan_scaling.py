@@ -46,7 +46,7 @@ def main() -> int:
         plans.append(plan.make_plan(scaled, topology, compiles=not flags.FLAGS.estimate_only))
         print(row(plans[-1]), flush=True)
         if flags.FLAGS.json:
-            Path(flags.FLAGS.json).write_text(json.dumps(plans, indent=1) + "\n")
+            Path(flags.FLAGS.json).write_text(json.dumps(plans, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

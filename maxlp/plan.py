@@ -80,7 +80,7 @@ def main() -> int:
                 raise refusal
             print(f"\nThe config's own settings cannot run here: {refusal}")
     if flags.FLAGS.json:
-        Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n")
+        Path(flags.FLAGS.json).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     if flags.FLAGS.plot:
         plot.draw(plan, flags.FLAGS.plot)
     return 0

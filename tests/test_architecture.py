@@ -54,7 +54,7 @@ def files(folder: str = "maxlp") -> list[Path]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_path(name: str) -> Path | None:

@@ -83,6 +83,6 @@ def test_conversations_are_prepared(shown):
 def test_a_task_of_ones_own_is_evaluated(shown):
     for flags, in_chat in ((), False), (["--lm_eval_apply_chat_template"], True):
         out = shown("lm_eval", *flags)
-        results = json.loads(Path(re.search(r"written to (\S+)", out)[1]).read_text())["30"]
+        results = json.loads(Path(re.search(r"written to (\S+)", out)[1]).read_text(encoding="utf-8"))["30"]
         assert results["results"]["sums"]["acc,none"] in (0.0, 1.0) and "|sums" in out
         assert results["chat_template"] == {"sums": in_chat}

@@ -58,7 +58,9 @@ notebook.run = run
 
 
 def cells_of(path: Path, kind: str = "code") -> list[dict]:
-    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+    return [
+        cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind
+    ]
 
 
 def code_of(path: Path) -> str:

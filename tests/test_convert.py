@@ -463,7 +463,7 @@ def test_options_of_another_family_are_refused(llama, clip, tmp_path):
 
 
 def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ Documented = ast.FunctionDef | ast.ClassDef
 
 def definitions(path: Path) -> Iterator[tuple[Documented, list[str]]]:
     """Functions and classes with a docstring, and its lines without the common indent."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, Documented) and (text := ast.get_docstring(node)):
             yield node, text.splitlines()
 

@@ -24,8 +24,8 @@ PACKAGES = ("maxlp", "configs", "tests")
 def source(path: Path) -> str:
     """The program; of a notebook its code cells, without the commands of IPython."""
     if path.suffix == ".py":
-        return path.read_text()
-    cells = json.loads(path.read_text())["cells"]
+        return path.read_text(encoding="utf-8")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     return re.sub(r"^%.*", "", code, flags=re.MULTILINE)
 

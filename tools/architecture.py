@@ -56,7 +56,7 @@ def sources() -> dict[str, list[Path]]:
 def imported_files(path: Path) -> set[Path]:
     """Files of the package that a file imports at its top level."""
     names = []
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -103,7 +103,7 @@ def _module(path: Path) -> str:
 def _defined(path: Path) -> list[str]:
     """The public names that a file defines."""
     names = []
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.append(node.name)
         elif isinstance(node, ast.Assign):

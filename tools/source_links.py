@@ -30,7 +30,7 @@ def definitions(path: Path) -> dict[str, int]:
                 targets = child.targets if isinstance(child, ast.Assign) else [child.target]
                 found.update({prefix + t.id: child.lineno for t in targets if isinstance(t, ast.Name)})
 
-    visit(ast.parse(path.read_text()), "")
+    visit(ast.parse(path.read_text(encoding="utf-8")), "")
     return found
 
 

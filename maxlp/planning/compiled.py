@@ -94,7 +94,7 @@ def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
     text = done.as_text()
     assert text is not None
     if hlo_file:
-        Path(hlo_file).write_text(text)
+        Path(hlo_file).write_text(text, encoding="utf-8")
     memory = read_memory(done, platform)
     found = hlo.collectives(text, dict(run.mesh.shape))
     return Compiled(memory, memory.peak, found, kernels(text), seconds, host_peak())

@@ -195,6 +195,7 @@ def _parse_flags(argv: list[str], num_arguments: int) -> list[str]:
         argv.insert(1, f"--config={FINETUNE}")
     argv[1:] = _config_first(argv[1:])
     try:
+        _check_text(argv)
         rest = flags.FLAGS(argv)
         unread = rest[1 + num_arguments :]
         if unread:
@@ -217,6 +218,16 @@ def _config_first(words: list[str]) -> list[str]:
             end = i + (1 if flag[1] else 2)
             return words[i:end] + words[:i] + words[end:] if end <= len(words) else words
     return words
+
+
+def _check_text(words: list[str]) -> None:
+    """Raises a ValueError for bytes that are not text in the locale's encoding: no file can record them."""
+    for word in words:
+        if re.search("[\udc80-\udcff]", word):  # what Python puts in place of such a byte
+            raise ValueError(
+                f"argument {word!a} cannot be read as {sys.getfilesystemencoding()}; give it in UTF-8, and "
+                "set PYTHONUTF8=1 where the locale has another encoding"
+            )
 
 
 def _check_numbers() -> None:

@@ -290,4 +290,4 @@ def read_when_present(path: Path, timeout: float) -> str:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{path} did not appear within {timeout:.0f} s")
         time.sleep(0.05)
-    return path.read_text()
+    return path.read_text(encoding="utf-8")

@@ -172,7 +172,7 @@ class WorkdirLock:
 def boot_id() -> str:
     """An id of this boot of this machine; the machine's name where the kernel has no such id."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return platform.node()
 

@@ -432,6 +432,6 @@ def _pid_namespace() -> str:
 def _started(pid: int) -> str:
     """When a process of this machine began, in ticks since boot; "" if there is none, or no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""

@@ -192,7 +192,7 @@ def write_tensors(
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = dict(metadata=dict(total_size=sum(sizes.values())), weight_map=weight_map)
-        with open(os.path.join(directory, index_of(weights)), "w") as file:
+        with open(os.path.join(directory, index_of(weights)), "w", encoding="utf-8") as file:
             json.dump(index, file, indent=2, sort_keys=True)
 
 

@@ -33,7 +33,7 @@ class WandbWriter:
         import wandb  # pyright: ignore[reportMissingImports]
 
         id_file = workdir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else None
+        run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
         self._run = wandb.init(
             project=project,
             name=workdir.resolve().name,

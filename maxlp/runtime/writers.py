@@ -132,7 +132,7 @@ class JsonlWriter:
             kept = (line + b"\n" for line, record in lines if record is None or record["step"] <= last)
             with files.replacing(path) as file:
                 file.writelines(kept)
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         with files.naming(self._path):

@@ -196,11 +196,11 @@ def test_the_end_of_the_campaign_ends_its_piece(tmp_path, number):
 def is_running(pid: str) -> bool:
     """False also for a process that has ended without being waited for."""
     status = Path(f"/proc/{pid}/status")
-    return status.exists() and "zombie" not in status.read_text()
+    return status.exists() and "zombie" not in status.read_text(encoding="utf-8")
 
 
 def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
 
 
 def test_an_interrupted_piece_goes_on_after_its_last_row(tmp_path, monkeypatch):

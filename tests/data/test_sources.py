@@ -32,7 +32,7 @@ def test_a_reader_that_lacks_a_key_is_named(monkeypatch):
 
 
 def open_missing(spec):
-    return open(spec.path)
+    return open(spec.path, encoding="utf-8")
 
 
 def test_a_file_that_a_reader_cannot_open_is_named_with_its_source(monkeypatch):

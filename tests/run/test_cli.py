@@ -172,6 +172,14 @@ for given in {[*tags]}:
     assert (done.stdout.splitlines(), done.stderr) == ([*map(str, tags.values())], "")
 
 
+def test_an_argument_that_the_locale_cannot_read_is_refused(tmp_path):
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "maxlp.report", str(tmp_path / "zürich")]
+    done = subprocess.run(command, env=os.environ | locale, capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot be read as ascii; give it in UTF-8" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_ascii_terminal_gets_every_line():
     """A locale without × and …, as containers often have."""
     done = run(FLAGS, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")

@@ -27,10 +27,10 @@ def hugging_face(path, *, decoder, pre_tokenizer, specials, trainer, normalizer=
 
 @contextlib.contextmanager
 def edited_json(path):
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         config = json.load(file)
     yield config
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         json.dump(config, file)
 
 
