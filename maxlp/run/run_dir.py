@@ -159,7 +159,7 @@ def record_launch(
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),
-            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(CONFIGURING)},
+            "environment": _environment(),
             "platform": device.platform,
             "device_kind": device.device_kind,
             "num_devices": jax.device_count(),
@@ -170,6 +170,23 @@ def record_launch(
     if (hub := sys.modules.get("maxlp.runtime.hub")) and hub.commits:
         record["hub_commits"] = hub.commits
     write_json(workdir / "run.json", record)
+
+
+def changed_environment(workdir: Path) -> list[str]:
+    """A line with both values for each variable of JAX and XLA that has changed since the last launch.
+
+    Some of them, such as JAX_DEFAULT_PRNG_IMPL, change the numbers of a run.
+    """
+    starts, now = _read_record(workdir)["starts"], _environment()
+    old = starts[-1].get("environment") if starts else None
+    if old is None:  # 0.2 recorded none
+        return []
+    names = sorted(name for name in old.keys() | now.keys() if old.get(name) != now.get(name))
+    return [f"{name}: {old.get(name, 'unset')} -> {now.get(name, 'unset')}" for name in names]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(CONFIGURING)}
 
 
 @contextlib.contextmanager
@@ -265,7 +282,8 @@ def saved_data_state(workdir: Path) -> dict[str, Any] | None:
 def _read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of launches is lost"
     number = (int, type(None))
-    fields = {"starts": [{"step": number}], "last_checkpoint": number, "hub_commits": (dict, type(None))}
+    launch = {"step": number, "environment": (dict, type(None))}
+    fields = {"starts": [launch], "last_checkpoint": number, "hub_commits": (dict, type(None))}
     return read_json(workdir / "run.json", {"starts": []}, fields=fields, remedy=remedy)
 
 
