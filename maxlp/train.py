@@ -194,14 +194,12 @@ def report_config(s: Settings, workdir: Path, c: ConfigDict) -> dict[str, str]:
 
         processes.check(c, flags.FLAGS.workdir)
     changed: dict[str, str] = {}
-    variables: list[str] = []
     if workdir.exists():
         from maxlp.run import changes  # new runs do not need it
 
         changed = changes.check_config(workdir, c, flags.FLAGS.allow_change)
-        variables = run_dir.changed_environment(workdir)
-    for line in (*changed.values(), *variables):
-        print_primary(f"changed since the last launch: {line}")
+        for line in (*changed.values(), *changes.check_environment(workdir)):
+            print_primary(f"changed since the last launch: {line}")
     if s.train.init_from or s.data.tokenizer.startswith("hf:"):
         from maxlp.run import pretrained  # few runs need it
 

@@ -77,6 +77,19 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
     return changes
 
 
+def check_environment(workdir: Path) -> list[str]:
+    """A line with both values for each variable of JAX and XLA that has changed since the last launch.
+
+    Some of them, such as JAX_DEFAULT_PRNG_IMPL, change the numbers of a run.
+    """
+    launches, now = run_dir.read_record(workdir)["starts"], run_dir.environment()
+    old = launches[-1].get("environment") if launches else None
+    if old is None:  # version 0.2 recorded none
+        return []
+    names = sorted(name for name in old.keys() | now.keys() if old.get(name) != now.get(name))
+    return [f"{name}: {old.get(name, 'unset')} -> {now.get(name, 'unset')}" for name in names]
+
+
 def is_fixed(key: str, *configs: Mapping[str, Any]) -> bool:
     """Whether a key of these configs decides what the model computes or what it learns from."""
     free = (*FREE, *(name for family in families_of(*configs) for name in family.free_keys))

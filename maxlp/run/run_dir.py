@@ -146,7 +146,7 @@ def record_launch(
     """Records the config and a launch at ``step``; from then on a step takes ``units_per_step`` units."""
     if not is_primary():
         return
-    record = _read_record(workdir)
+    record = read_record(workdir)
     save_config(workdir, c)
     device = jax.devices()[0]
     record["starts"].append(
@@ -159,7 +159,7 @@ def record_launch(
             "git": git_revision(),
             "python": platform.python_version(),
             "versions": versions(),
-            "environment": _environment(),
+            "environment": environment(),
             "platform": device.platform,
             "device_kind": device.device_kind,
             "num_devices": jax.device_count(),
@@ -172,20 +172,8 @@ def record_launch(
     write_json(workdir / "run.json", record)
 
 
-def changed_environment(workdir: Path) -> list[str]:
-    """A line with both values for each variable of JAX and XLA that has changed since the last launch.
-
-    Some of them, such as JAX_DEFAULT_PRNG_IMPL, change the numbers of a run.
-    """
-    starts, now = _read_record(workdir)["starts"], _environment()
-    old = starts[-1].get("environment") if starts else None
-    if old is None:  # 0.2 recorded none
-        return []
-    names = sorted(name for name in old.keys() | now.keys() if old.get(name) != now.get(name))
-    return [f"{name}: {old.get(name, 'unset')} -> {now.get(name, 'unset')}" for name in names]
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The variables of this process's environment that configure JAX and XLA."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(CONFIGURING)}
 
 
@@ -213,7 +201,7 @@ def recording_errors(workdir: Path) -> Iterator[None]:
 def record_end(workdir: Path, reason: str) -> None:
     """Records what ended the newest launch before the last step."""
     if is_primary():
-        record = _read_record(workdir)
+        record = read_record(workdir)
         record["starts"][-1]["ended_by"] = reason
         write_json(workdir / "run.json", record)
 
@@ -227,7 +215,7 @@ def _command() -> str:
 
 def hub_commits(workdir: Path) -> dict[str, str]:
     """The commits at which the run took repositories of the Hub, by their ids."""
-    return _read_record(workdir).get("hub_commits", {})
+    return read_record(workdir).get("hub_commits", {})
 
 
 def use_hub_commits(workdir: Path, data: object) -> None:
@@ -245,7 +233,7 @@ def holds_run(workdir: Path) -> bool:
 
 def record_checkpoint(workdir: Path, step: int) -> None:
     """Records in run.json that the checkpoint of a step is complete."""
-    write_json(workdir / "run.json", _read_record(workdir) | {"last_checkpoint": step})
+    write_json(workdir / "run.json", read_record(workdir) | {"last_checkpoint": step})
 
 
 def check_checkpoints(workdir: Path) -> None:
@@ -254,7 +242,7 @@ def check_checkpoints(workdir: Path) -> None:
     Raises:
       ValueError: run.json records a checkpoint, and there is none.
     """
-    record, directory = _read_record(workdir), workdir / "checkpoints"
+    record, directory = read_record(workdir), workdir / "checkpoints"
     steps = [record.get("last_checkpoint"), *(start.get("step") for start in record["starts"])]
     last = max(step or 0 for step in steps)
     if last and not any(info.status in ("complete", "damaged") for info in list_steps(directory)):
@@ -279,7 +267,7 @@ def saved_data_state(workdir: Path) -> dict[str, Any] | None:
     return {} if infos else None
 
 
-def _read_record(workdir: Path) -> dict[str, Any]:
+def read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of launches is lost"
     number = (int, type(None))
     launch = {"step": number, "environment": (dict, type(None))}

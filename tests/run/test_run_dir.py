@@ -49,20 +49,20 @@ def test_variables_that_configure_jax_and_xla_are_recorded_and_no_others(tmp_pat
 
 
 def test_changes_of_variables_that_configure_jax_are_reported(tmp_path, monkeypatch):
-    assert not run_dir.changed_environment(tmp_path)
+    assert not changes.check_environment(tmp_path)
     with monkeypatch.context() as without_any:
         without_any.setattr(run_dir, "CONFIGURING", ("JAX_DEFAULT_",))
         started(tmp_path)
         without_any.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
-        assert run_dir.changed_environment(tmp_path) == ["JAX_DEFAULT_PRNG_IMPL: unset -> rbg"]
+        assert changes.check_environment(tmp_path) == ["JAX_DEFAULT_PRNG_IMPL: unset -> rbg"]
     monkeypatch.setenv("JAX_DEFAULT_PRNG_IMPL", "rbg")
     monkeypatch.setenv("JAX_RANDOM_SEED_OFFSET", "1")
     started(tmp_path)
-    assert not run_dir.changed_environment(tmp_path)
+    assert not changes.check_environment(tmp_path)
     monkeypatch.delenv("JAX_DEFAULT_PRNG_IMPL")
     monkeypatch.setenv("JAX_RANDOM_SEED_OFFSET", "2")
     monkeypatch.setenv("JAX_THREEFRY_PARTITIONABLE", "0")
-    assert run_dir.changed_environment(tmp_path) == [
+    assert changes.check_environment(tmp_path) == [
         "JAX_DEFAULT_PRNG_IMPL: rbg -> unset",
         "JAX_RANDOM_SEED_OFFSET: 1 -> 2",
         "JAX_THREEFRY_PARTITIONABLE: unset -> 0",
