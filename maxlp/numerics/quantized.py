@@ -141,6 +141,16 @@ def _inverse(scale: jax.Array) -> jax.Array:
     return 1.0 / scale
 
 
+def rounded_in_float32(x: jax.Array) -> jax.Array:
+    """The array in float32, from which XLA may drop the cast that made it: what reads it rounds it again.
+
+    For a kernel, stored in float32 and cast to bfloat16: if the GPU's cache has room for the bfloat16 copy,
+    XLA would write it, and read it twice, for the amaxes and for the codes.
+    """
+    bits = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
+
+
 def row_major(x: jax.Array) -> jax.Array:
     """Constrains an array to row-major layout; a no-op on several devices.
 

@@ -118,7 +118,6 @@ class QuantDot(nnx.Module):
         if (self.recipe, x.dtype) not in shared:
             shared[self.recipe, x.dtype] = self._input_forms(x)
         forms: InputForms = shared[self.recipe, x.dtype]
-        kernel = quantized.row_major(kernel)
         of_kernel = self._amaxes("kernel", kernel)
         if self.recipe.trust_mask and self.recipe.fwd:
             fixed = jax.lax.stop_gradient(kernel)
@@ -355,6 +354,10 @@ def quantize(recipe: Recipe, operand: Operand, x: jax.Array, contract, delayed_a
     )
     if operand.delayed and not recipe.cold_start:
         q = q._replace(codes=quantized.written_once(q.codes))
+    if operand.granularity == "row":
+        # Otherwise XLA may compute the scales of the input again in the kernel that multiplies a product by
+        # them. Such a kernel reads the input once more, and does not compute the amaxes of its own result.
+        q = q._replace(scale=jax.lax.optimization_barrier(q.scale))
     return q
 
 
@@ -365,6 +368,10 @@ def quantize_forward(recipe: Recipe, tensor: str, x: jax.Array, delayed_amax) ->
     if operand.delayed:
         # A delayed scale is finite, so that infinity would saturate, and no gate would reject the step.
         x = jnp.where(jnp.isfinite(x), x, jnp.nan)
+    if operand.granularity == "tile":
+        x = quantized.rounded_in_float32(x)
+    if tensor == "kernel":
+        x = quantized.row_major(x)
     return quantize(recipe, operand, x, (x.ndim - 1,) if tensor == "input" else (0,), delayed_amax)
 
 

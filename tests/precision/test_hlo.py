@@ -107,7 +107,7 @@ h100, tpu = pytest.mark.aot("jax_cuda13_plugin"), pytest.mark.aot("libtpu")
 
 
 @functools.cache
-def compiled(name, where="h100:1x1"):
+def compiled(name, where="h100:1x1", **shape):
     """Optimized HLO for all devices of a topology: tokens and the kernel's rows are split (FSDP)."""
     topology = topologies.parse(where)
     mesh = Mesh(topologies.devices(topology), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -117,7 +117,8 @@ def compiled(name, where="h100:1x1"):
     outputs = (split, split, split, jax.tree.map(lambda _: whole, state))
     options = {"xla_gpu_enable_triton_gemm": False} if topology.chip.platform == "cuda" else {}
     with jax.set_mesh(mesh):
-        program = jax.jit(both, out_shardings=outputs).lower(state, *arguments((split, split, split)))
+        inputs = arguments((split, split, split), **shape)
+        program = jax.jit(both, out_shardings=outputs).lower(state, *inputs)
         return program.compile(compiler_options=options).as_text()
 
 
@@ -158,6 +159,14 @@ def test_h100_applies_power_of_two_scales_inside_the_matmul(name):
 def test_b200_transposes_the_4_bits_of_a_kernel_of_nvfp4():
     """It is quantized as it lies, not straight into the other layout, which takes several passes."""
     assert re.search(r"= f4e2m1fn\[256,512\]\S* fusion\(", compiled("nvfp4", "b200:1x1"))
+
+
+@h100
+def test_b200_quantizes_a_large_kernel_of_nvfp4_from_float32():
+    """No kernel writes it in bfloat16 first, to be read twice: for its amaxes and for its codes."""
+    hlo = compiled("nvfp4", "b200:1x1", K=4096, N=14336, length=1024)
+    assert "f4e2m1fn[14336,4096]" in hlo
+    assert not re.search(r"= bf16\[4096,14336\]\S* fusion\(", hlo)
 
 
 GATHERED = {"bf16": "bf16", "fp8_current": "f8e4m3fn", "fp8_delayed": "f8e4m3fn", "int8_switchback": "s8"}
