@@ -126,3 +126,12 @@ def test_windows_are_counted_as_they_are_filled(most, packing):
         return
     found = count_windows(lengths, 16, most)
     assert 0.95 * blocks <= found <= blocks  # blocks of 32 windows are closed with room left
+
+
+@pytest.mark.parametrize(("mean", "digits", "expected"), [(1000, 3, 0.001), (500, 2, 0.13)])
+def test_a_bound_on_documents_costs_the_padding_that_the_docs_state(mean, digits, expected):
+    """Rows of 8,192 tokens with at most 16 documents of log-normal lengths, as in docs/performance.md."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(1, rng.lognormal(math.log(mean) - 0.5, 1, 200_000).round()).astype(int)
+    padding = 1 - lengths.sum() / (8192 * concat_windows(lengths, 8192, 16))
+    assert round(padding, digits) == expected
