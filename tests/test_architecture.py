@@ -40,7 +40,7 @@ ALLOWED_IN_FAMILIES = {*ALLOWED} - {"monitoring", "optim"}
 BUILDS_ON = {"qwen3": {"llama"}}  # a family that holds only what differs from another one
 
 MAX_CLOSURE_LINES = 10_000  # of our code that `train` imports
-MAX_LLAMA_LINES = 12_750
+MAX_LLAMA_LINES = 12_800
 TOO_LONG = "import what few runs need inside the function that needs it; else raise the limit"
 MAX_FILES_TO_GRADIENT = 8
 MAX_FUNCTION_LINES = 90
