@@ -78,16 +78,18 @@ def check_config(workdir: Path, c: ConfigDict, allow: bool = False) -> dict[str,
 
 
 def check_environment(workdir: Path) -> list[str]:
-    """A line with both values for each variable of JAX and XLA that has changed since the last launch.
+    """A line with both values for each version of a package and each variable of JAX and XLA that changed.
 
-    Some of them, such as JAX_DEFAULT_PRNG_IMPL, change the numbers of a run.
+    Other versions round differently, and variables such as JAX_DEFAULT_PRNG_IMPL also change the numbers.
     """
-    launches, now = run_dir.read_record(workdir)["starts"], run_dir.environment()
-    old = launches[-1].get("environment") if launches else None
-    if old is None:  # version 0.2 recorded none
-        return []
-    names = sorted(name for name in old.keys() | now.keys() if old.get(name) != now.get(name))
-    return [f"{name}: {old.get(name, 'unset')} -> {now.get(name, 'unset')}" for name in names]
+    launches = run_dir.read_record(workdir)["starts"]
+    lines = []
+    for field, now in (("versions", run_dir.versions()), ("environment", run_dir.environment())):
+        old = launches[-1].get(field) if launches else None
+        if old is not None:  # earlier versions recorded no environment
+            names = sorted(name for name in old.keys() | now.keys() if old.get(name) != now.get(name))
+            lines += [f"{name}: {old.get(name, 'unset')} -> {now.get(name, 'unset')}" for name in names]
+    return lines
 
 
 def is_fixed(key: str, *configs: Mapping[str, Any]) -> bool:

@@ -270,7 +270,7 @@ def saved_data_state(workdir: Path) -> dict[str, Any] | None:
 def read_record(workdir: Path) -> dict[str, Any]:
     remedy = "put back a good copy, or delete it: only the history of launches is lost"
     number = (int, type(None))
-    launch = {"step": number, "environment": (dict, type(None))}
+    launch = {"step": number, "environment": (dict, type(None)), "versions": (dict, type(None))}
     fields = {"starts": [launch], "last_checkpoint": number, "hub_commits": (dict, type(None))}
     return read_json(workdir / "run.json", {"starts": []}, fields=fields, remedy=remedy)
 

@@ -69,6 +69,13 @@ def test_changes_of_variables_that_configure_jax_are_reported(tmp_path, monkeypa
     ]
 
 
+def test_changed_versions_of_packages_are_reported(tmp_path, monkeypatch):
+    started(tmp_path)
+    monkeypatch.setattr(run_dir, "versions", lambda: found | {"jax": "0.99.0"})
+    found = json.loads((tmp_path / "run.json").read_text())["starts"][0]["versions"]
+    assert changes.check_environment(tmp_path) == [f"jax: {found['jax']} -> 0.99.0"]
+
+
 def test_the_revision_is_that_of_the_code_and_not_of_a_project_that_holds_its_environment(
     tmp_path, monkeypatch
 ):
