@@ -8,8 +8,7 @@
 # With N=1 it only supervises the process, which finds other processes by itself (TPU hosts).
 # When a process fails, the others are ended within 3 seconds and all restart, up to R times (default 0); exit
 # code 75 (saved because of SIGTERM) restarts too. Codes 0 (done), 2 (user error) and 130 (Ctrl-C) are final.
-# Ctrl-C, SIGTERM and a closed terminal (SIGHUP) end all processes, which save and exit within MAXLP_GRACE seconds
-# (300); a second signal kills them.
+# Ctrl-C, SIGTERM and SIGHUP end all processes, which save and exit in MAXLP_GRACE seconds (300); a second one kills.
 # FILE: compiler flags, one of launch/xla_flags. --dry_run prints the commands without running them.
 # shellcheck source=launch/common.sh
 source "$(dirname "$0")/common.sh"

@@ -208,13 +208,10 @@ def running(tmp_path, num_workers):
     corpus.write_text("".join(json.dumps({"text": f"{i} " * 100_000}) + "\n" for i in range(200)))
     args = ["text", f"--source=jsonl:{corpus}", f"--output={output}", "--tokenizer=bytes"]
     args += ["--shards=8", f"--num_workers={num_workers}"]
-    command = [sys.executable, "-m", "maxlp.prepare", *args]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
-    )
+    # Under nohup this process would inherit from the tests that SIGHUP is ignored.
+    start = "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    start += "runpy.run_module('maxlp.prepare', run_name='__main__', alter_sys=True)"
+    process = subprocess.Popen([sys.executable, "-c", start, *args], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(output.glob("*.partial"))) <= num_workers:
         assert process.poll() is None and time.monotonic() < deadline

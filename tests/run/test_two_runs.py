@@ -6,7 +6,7 @@ import pytest
 
 from maxlp.run import two_runs
 from maxlp.run.config import ConfigError
-from maxlp.run.difference import AS_TRAINED, ON_INPUTS, Difference, Site
+from maxlp.run.difference import AS_TRAINED, ON_INPUTS, Difference, TensorSite
 from maxlp.run.settings import read
 from tests.run.fixtures import TINY, changed, load
 
@@ -51,8 +51,8 @@ def test_runs_with_other_tokenizers_are_refused(tmp_path):
 
 
 def report(*excesses):
-    sites = [Site(ON_INPUTS, "gradient of input", "layers/mlp/down_proj", 31), Site(AS_TRAINED, "loss", "")]
-    long = Site(AS_TRAINED, "optimizer state", "0/inner_state/mu/layers/attn/q_proj/kernel", 31)
+    sites = [TensorSite(ON_INPUTS, "gradient of input", "layers/mlp/down_proj", 31), TensorSite(AS_TRAINED, "loss", "")]
+    long = TensorSite(AS_TRAINED, "optimizer state", "0/inner_state/mu/layers/attn/q_proj/kernel", 31)
     found = [
         Difference(site, x * 1e-6, 1e-6, "max") for site, x in zip([*sites, long], excesses, strict=True)
     ]
