@@ -51,7 +51,10 @@ def test_runs_with_other_tokenizers_are_refused(tmp_path):
 
 
 def report(*excesses):
-    sites = [TensorSite(ON_INPUTS, "gradient of input", "layers/mlp/down_proj", 31), TensorSite(AS_TRAINED, "loss", "")]
+    sites = [
+        TensorSite(ON_INPUTS, "gradient of input", "layers/mlp/down_proj", 31),
+        TensorSite(AS_TRAINED, "loss", ""),
+    ]
     long = TensorSite(AS_TRAINED, "optimizer state", "0/inner_state/mu/layers/attn/q_proj/kernel", 31)
     found = [
         Difference(site, x * 1e-6, 1e-6, "max") for site, x in zip([*sites, long], excesses, strict=True)
