@@ -58,7 +58,8 @@ def _find(pattern: str, suffix: str) -> list[str]:
         missing = "no file matches" if glob.has_magic(pattern) else "no file or folder"
     if not paths:
         raise ValueError(f"{missing} {pattern}; check the path")
-    if other := next((path for path in paths if path.endswith(NOT_READ)), None):
+    not_read = tuple({*NOT_READ} - {suffix})
+    if other := next((path for path in paths if path.endswith(not_read)), None):
         raise ValueError(f"{other} cannot be read; decompress it, or compress it with gzip or zstd")
     return sorted(paths)
 

@@ -100,6 +100,14 @@ def test_other_compressed_files_are_refused(tmp_path):
             make_source(f"text:{pattern}", "all", any_bytes=True)
 
 
+def test_a_reader_of_archives_finds_them(tmp_path):
+    for name in ("a.zip", "b.zip", "c.txt"):
+        (tmp_path / name).write_text("a")
+    archives = [f"{tmp_path}/a.zip", f"{tmp_path}/b.zip"]
+    for pattern in (f"{tmp_path}", f"{tmp_path}/*.zip", f"{tmp_path}/{{a,b}}.zip"):
+        assert find_files(pattern, ".zip")[1] == archives
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "1.txt").write_text("größer")
     (tmp_path / "2.txt").write_text("größer", encoding="latin-1")
