@@ -337,6 +337,11 @@ def export_adapter(
 def _format_of(workdir: Path, family: Family, name: str | None) -> tuple[str, WeightFormat]:
     """A format of the family of a run, by default the first one."""
     known = weights.formats(family.name)
+    if not known:
+        raise ValueError(
+            f"{workdir} holds a {family.name}, a family without weight formats; add one to FORMATS of its "
+            "export.py"
+        )
     name = name or next(iter(known))
     if name not in known:
         raise ValueError(

@@ -398,6 +398,12 @@ def test_nothing_is_overwritten(llama):
         convert.export_weights(run, run)
 
 
+def test_a_family_without_weight_formats_is_named(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxlp.families.llama.export.FORMATS", {})
+    with pytest.raises(ValueError, match=r"holds a llama, a family without weight formats; add one to"):
+        convert.export_weights(llama[1], tmp_path / "out")
+
+
 def test_a_run_that_could_not_be_read_is_not_written(llama, tmp_path):
     with pytest.raises(ValueError, match=r"^--output=.*/run\[1\] contains \["):
         convert.import_weights(llama[0], tmp_path / "run[1]")
