@@ -97,8 +97,11 @@ def test_choices_and_sources_are_those_of_the_code():
     assert set(re.findall(r"`low_bit=`.*?`(\w+)`, `(\w+)` or `(\w+)`", CONFIGS)[0]) == set(LOW_BIT)
     assert set(re.findall(r"`size=` .*?`((?:\w+ )+\w+)`", CONFIGS)[0].split()) == set(CLIP_SIZES)
     table = CONFIGS[CONFIGS.index("## Sources") : CONFIGS.index("## Tokenizers")]
-    for pattern, text in ((r"^\| `(\w+)", table), (r"^    (\w+)", sources.__doc__)):
-        assert set(re.findall(pattern, text, re.MULTILINE)) == set(sources.KINDS)
+    for place, pattern, text in (
+        ("the table of docs/configs.md", r"^\| `(\w+)", table),
+        ("the docstring of maxlp/data/sources.py", r"^    (\w+)", sources.__doc__),
+    ):
+        assert set(re.findall(pattern, text, re.MULTILINE)) == set(sources.KINDS), f"{place} lists them all"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
