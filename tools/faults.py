@@ -559,6 +559,7 @@ NUMERICS = [
         ("return jnp.round(x)", "return jnp.floor(x + 0.5)"),
         ("2.0 ** (to.mantissa_bits - to.min_exponent)", "2.0 ** (to.mantissa_bits - to.min_exponent + 1)"),
         ("jnp.clip(x.astype(jnp.float32), -to.max, to.max)", "x.astype(jnp.float32)"),
+        ("jnp.where(x < 0, -1.0, 1.0)", "-1.0", "::test_truncation_without_a_zero_keeps_the_sign"),
         ("* 2.0**-24 < x - whole", "* 2.0**-24 > x - whole"),
         ("noise >> (32 - drop)", "noise >> (31 - drop)"),
         ("jnp.abs(x) < 2.0**to.min_exponent", "jnp.abs(x) <= 0"),

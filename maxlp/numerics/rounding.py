@@ -22,8 +22,9 @@ def cast(x: jax.Array, to: Format, rounding: str = "nearest", key: jax.Array | N
     Args:
       x: any shape, computed on in float32.
       to: a float, int or simulated format.
-      rounding: ``nearest`` (ties to even), ``truncate`` (towards zero) or ``stochastic`` (to one of
-        the two neighbours, with probability proportional to proximity: the expectation is ``x``).
+      rounding: ``nearest`` (ties to even), ``truncate`` (towards zero; without a zero, to ±1 between them)
+        or ``stochastic`` (to one of the two neighbours, with probability proportional to proximity: the
+        expectation is ``x``).
       key: random key; only for ``stochastic``.
     """
     x = jnp.clip(x.astype(jnp.float32), -to.max, to.max)
@@ -65,8 +66,9 @@ def drop_bits(x: jax.Array, drop: int, rounding: str, noise: jax.Array | None) -
 
 def _round(x: jax.Array, to: Format, rounding: str, noise: jax.Array | None) -> jax.Array:
     """Rounds float32 ``|x| <= to.max`` to a format, still in float32; noise: uint32 like ``x``, or None."""
-    if to.odd:
-        return 2 * _to_integer(x / 2 + 0.5, rounding, noise) - 1
+    if to.odd:  # ±1 are next to zero, which is not a value: what lies between is truncated to them
+        start = jnp.where(x < 0, -1.0, 1.0) if rounding == "truncate" else -1.0
+        return 2 * _to_integer((x - start) / 2, rounding, noise) + start
     if not to.exponent_bits:
         return _to_integer(x, rounding, noise)
     drop = 23 - to.mantissa_bits

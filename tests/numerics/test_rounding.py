@@ -84,6 +84,13 @@ def test_truncation_gives_the_next_value_towards_zero(name):
     np.testing.assert_array_equal(np.abs(ours), np.abs(back.view(reference).astype(np.float32)))
 
 
+def test_truncation_without_a_zero_keeps_the_sign():
+    x = np.float32([0.1, 0.9, 1, 2.9, 3, 14.9, 15, 99])
+    ours = [np.asarray(cast(values, formats.get("midrise4"), "truncate")) for values in (x, -x)]
+    np.testing.assert_array_equal(ours[0], [1, 1, 1, 1, 3, 13, 15, 15])
+    np.testing.assert_array_equal(ours[1], -ours[0])
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int8", "e8m7"])
 def test_stochastic_rounding_is_unbiased_and_picks_neighbours(name):
     to = formats.get(name)
@@ -111,12 +118,9 @@ def test_numbers_of_a_format_stay_as_they_are(name, monkeypatch):
         assert (np.abs(exact) % 2 == 1).all() and (np.abs(exact - x) <= 1).all()
     for noise in (0, 2**32 - 1):
         monkeypatch.setattr(jax.random, "bits", lambda _, shape, dtype, n=noise: jnp.full(shape, n, dtype))
-        for how in ("nearest", "stochastic"):
+        for how in ("nearest", "truncate", "stochastic"):
             again = rounding.cast(exact, to, how, jax.random.key(0))
             np.testing.assert_array_equal(np.asarray(again).astype(np.float32), exact)
-    if not to.odd:  # the only formats without zero
-        again = rounding.cast(exact, to, "truncate")
-        np.testing.assert_array_equal(np.asarray(again).astype(np.float32), exact)
 
 
 @pytest.mark.parametrize(
