@@ -879,6 +879,7 @@ PRECISION = [
         ('if tensor == "output_grad":', 'if tensor == "kernel":'),
         ('grad_format", rounding="grad_rounding"', 'format", rounding="grad_rounding"'),
         ("options = {name: name for name in names} | renamed", "options = renamed"),
+        ("if largest > 2.0**104:", "if False:", "::test_bad_recipes_are_one_line_errors"),
         ("history: Count = 1024", "history: Count = 16", "precision/test_recipes.py"),
         (
             "cold_start: bool = True",

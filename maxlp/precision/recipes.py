@@ -8,6 +8,7 @@ operands and which elements share a scale.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
@@ -79,6 +80,11 @@ class Operand:
     def itemsize(self) -> int:
         """Bytes per element, without scales."""
         return jnp.dtype(formats.get(self.format).dtype).itemsize
+
+    @property
+    def max_code(self) -> float:
+        """The largest code: that of the format if the scale is of a tensor or a row, else about 1."""
+        return formats.get(self.format).max if self.granularity in ("tensor", "row") else 1.0
 
     @property
     def is_emulated(self) -> bool:
@@ -164,6 +170,14 @@ class Recipe:
                     f"{where}: the operands of {gemm}, {_described(pair[0])} and {_described(pair[1])}, "
                     "must both be int, float or simulated, and both in blocks or neither; change "
                     "options.format, options.grad_format or options.granularity"
+                )
+            # Their product is made before it is scaled, and sums of 2^24 terms have to fit float32.
+            largest = math.prod(o.max_code for o in pair)
+            if largest > 2.0**104:
+                raise ValueError(
+                    f"{where}: products of {_described(pair[0])} and {_described(pair[1])} overflow float32"
+                    f" in {gemm}; use options.granularity='unscaled' or 'block', or fewer exponent bits in "
+                    "options.format and options.grad_format"
                 )
             if pair[1 if gemm == "drhs" else 0].granularity == "tile":
                 raise ValueError(

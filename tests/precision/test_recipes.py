@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ from maxlp.precision import (
     recipes,
 )
 from maxlp.precision.dot import quantize
-from tests.precision.fixtures import documented_recipes, table_rows
+from tests.precision.fixtures import Layer, documented_recipes, table_rows
 
 SECTION = dict(
     recipe="fp8_delayed",
@@ -80,12 +81,29 @@ def assert_one_line(error):
             "trust_mask=True needs integer formats without blocks; use F",
         ),
         ("nvfp4", dict(block_scales="e8m0"), "block_scales='e8m0' is unknown; one of up, floor, float32"),
+        (
+            "simulate",
+            dict(format="e7m3"),
+            r"products of e7m3 .* and e7m3 .* overflow float32 in fwd; use options.granularity='unscaled'",
+        ),
     ],
 )
 def test_bad_recipes_are_one_line_errors(name, options, message):
     with pytest.raises(ValueError, match=message) as error:
         make_recipe(name, **options)
     assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    "name, granularity", [("e6m9", "tensor"), ("e7m8", "unscaled"), ("e8m7", "unscaled"), ("e8m7", "block")]
+)
+def test_formats_of_many_exponent_bits_have_finite_products(name, granularity):
+    """Scales of tensors or rows would make codes of 2^64 and more, which are refused above."""
+    layer = Layer(make_recipe("simulate", format=name, granularity=granularity))
+    x, w, g = (jnp.ones(shape) for shape in ((1, 32, 64), (64, 32), (1, 32, 32)))
+    y, dx, dw, _ = jax.jit(layer.step)(layer.state, x, w, g)
+    for product, terms in ((y, 64), (dx, 32), (dw, 32)):
+        np.testing.assert_allclose(product, terms, rtol=2.0**-6)
 
 
 def test_options_replace_data():
