@@ -2921,7 +2921,7 @@ MONITORING = [
     *_in(
         "monitoring/statistics.py",
         "monitoring/test_statistics.py",
-        ("largest(values)[0][1] if values", "min(values.values()) if values"),
+        ("largest(values)[0][1]", "min(values.values())"),
         ("(not np.isnan(tensors[name]), -tensors[name])", "-tensors[name]"),
     ),
     *_in(

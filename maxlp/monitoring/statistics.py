@@ -76,7 +76,7 @@ def flat(metrics: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, dict):
             values = per_layer(value)
             scalars |= {f"{key}/{name}": number for name, number in values.items()}
-            scalars[f"{key}/max"] = largest(values)[0][1] if values else 0.0
+            scalars[f"{key}/max"] = largest(values)[0][1]
         else:
             scalars[key] = float(value)
     return scalars
