@@ -1193,6 +1193,12 @@ NN = [
         # The first block starts from memory that is not initialized.
         ("(p == 0) | (tile_P", "(tile_P", "::test_kernels_read_nothing_that_is_not_initialized"),
         ("by_key = jnp.argsort(pairs[1], stable=True)", "by_key = jnp.argsort(pairs[0], stable=True)"),
+        # Two cores of a TPU that add to the gradients of the same keys.
+        (
+            "summed = 2 if by_key else 1",
+            "summed = 1",
+            "::test_steps_of_a_grid_that_share_an_accumulator_run_in_sequence",
+        ),
     ),
     *_in(
         "nn/attention/flash.py",

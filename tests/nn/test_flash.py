@@ -147,9 +147,10 @@ def test_one_kernel_forward_and_two_backward_on_the_shard_of_each_device(S, H, d
 
 
 @pytest.mark.parametrize(("remat", "kernels"), [("block", 4), ("dots", 3)])
-def test_remat_dots_runs_the_forward_kernel_once(remat, kernels):
+@pytest.mark.parametrize("attend", [flash.flash, ring.ring])
+def test_remat_dots_runs_the_forward_kernel_once(attend, remat, kernels):
     with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
-        text = lowered(*layers_gradient(flash.flash, remat, 256)).as_text()
+        text = lowered(*layers_gradient(attend, remat, 256)).as_text()
     assert text.count(f"@__gpu${KERNEL}") == kernels
 
 
@@ -159,6 +160,13 @@ def test_the_steps_of_a_ring_are_kernels_for_heads_that_fit(S, H, kernels):
     with jax.set_mesh(sharding.make_mesh(fsdp=2, context=4)):
         text = lowered(out_and_grads, ring.ring, *abstract(2, S, 4, 2, H)).as_text()
     assert text.count(f"@__gpu${KERNEL}") == kernels
+
+
+def test_the_steps_of_a_ring_add_up_in_float32():
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, context=4)):
+        text = lowered(out_and_grads, ring.ring, *abstract(2, 960, 4, 2, 64)).as_text()
+    results = [line.rpartition("->")[2] for line in text.splitlines() if f"@__gpu${KERNEL}" in line]
+    assert len(results) == 9 and all("xf32>" in types and "bf16" not in types for types in results)
 
 
 # --- compiled for GPUs ----------------------------------------------------------------------------------

@@ -77,6 +77,34 @@ def assert_equal_plain_tiles(B, K, wrapped, causal, packed, dtype, atol):
         np.testing.assert_allclose(a, b, atol=atol, rtol=0, err_msg=name)
 
 
+def test_steps_of_a_grid_that_share_an_accumulator_run_in_sequence():
+    """A TPU with two cores divides the parallel dims of the grid among them; an interpreter has one."""
+    queries, keys = jnp.zeros((n, B, K, G, t, H)), jnp.zeros((n, B, K, t, H))
+    pairs = tuple(jnp.asarray(x, jnp.int32) for x in np.tril_indices(n))
+    arrays = pairs, True, queries, keys, keys, (None, None)
+
+    def both_passes(sums):
+        return (
+            flash_tile.forward(*arrays, None),
+            flash_tile.backward(*arrays, sums, sums, queries, None),
+        )
+
+    kernels = [
+        equation.params
+        for equation in jax.make_jaxpr(both_passes)(queries[..., :1]).eqns
+        if equation.primitive.name == "pallas_call"
+    ]
+    assert len(kernels) == 3
+    for params in kernels:
+        semantics = params["compiler_params"].dimension_semantics
+        for block in params["grid_mapping"].block_mappings_output:
+            index_map = block.index_map_jaxpr.jaxpr
+            place = dict(zip(index_map.invars, semantics, strict=False))  # then come the tables of pairs
+            owners = [semantic for step, semantic in place.items() if step in index_map.outvars]
+            others = [semantic for step, semantic in place.items() if step not in index_map.outvars]
+            assert {*owners} == {"parallel"} and {*others} == {"arbitrary"}
+
+
 # --- in the ring ----------------------------------------------------------------------------------------
 
 
