@@ -2333,6 +2333,16 @@ RUN = [
         "run/test_late_phase.py",
         ("default=0) >= first", "default=0) > first"),
         ("default=0) >= first", "default=1) >= first"),
+        (
+            'if i.status == "complete"',
+            "if True",
+            "::test_the_late_phase_begins_with_a_whole_checkpoint_of_its_step",
+        ),
+        (
+            'dict(options=dict.fromkeys(p["options"]), ',
+            "dict(",
+            "::test_the_late_phase_begins_with_a_whole_checkpoint_of_its_step",
+        ),
         # The precision of the late phase in place of the early one.
         (
             "if read(early).is_quantized:",
@@ -2757,6 +2767,11 @@ RUNTIME = [
         ('or record["step"] <= last)', 'or record["step"] < last)'),
         ("resume_step if resume_step > 0 else -1", "resume_step"),
         (") < 1000 or unit", ") <= 1000 or unit"),
+        (
+            'record is None and not line.endswith(b"\\n")',
+            'not line.endswith(b"\\n")',
+            "::test_a_whole_record_without_a_line_break_at_the_end_is_read_and_kept",
+        ),
     ),
     *_in(
         "runtime/tensorboard_writer.py",

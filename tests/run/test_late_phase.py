@@ -3,10 +3,12 @@
 import shutil
 
 import pytest
+from ml_collections import ConfigDict
 
 from maxlp.run import late_phase, run_dir
 from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
+from maxlp.runtime import manifest
 from maxlp.runtime.files import write_json
 from tests.run.fixtures import changed, load
 from tests.run_outputs import checkpoint, losses
@@ -114,6 +116,32 @@ def test_a_run_without_checkpoints_is_in_its_early_phase(tmp_path):
     c = changed(load("debug"), {"precision.recipe": "nvfp4", "precision.high_precision_from": 1})
     for workdir in (None, tmp_path):
         assert late_phase.config_now(c.to_dict(), workdir)["precision"]["recipe"] == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("saved", "is_late"),
+    [(["3"], False), (["3", "4"], True), (["3", "4.damaged"], False), (["4", "6"], True)],
+)
+def test_the_late_phase_begins_with_a_whole_checkpoint_of_its_step(tmp_path, saved, is_late):
+    """Then nothing is quantized or sampled, and nothing measures the quantization."""
+    early = {"recipe": "int8_switchback", "options.keep": 0.5, "health_every": 2, "high_precision_from": 4}
+    c = changed(load("debug"), {f"precision.{key}": value for key, value in early.items()})
+    for name in saved:
+        (folder := tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (folder / "state").write_bytes(b"")
+        manifest.write(folder, manifest.checksums(folder, ["state"]))
+    now = ConfigDict(late_phase.config_now(c.to_dict(), tmp_path))
+    assert read(now).is_quantized != is_late
+    assert now.precision.health_every == (0 if is_late else 2)
+
+
+def test_the_precision_of_early_steps_that_nothing_has_kept_is_unknown(tmp_path):
+    """Such as those of a run whose files were copied in part."""
+    c = changed(load("debug"), {"precision.high_precision_from": 4})
+    run_dir.save_config(tmp_path, c)
+    with pytest.raises(ConfigError, match="the recipe of step 4 is unknown: after step 4 config"):
+        late_phase.config_at(tmp_path, 4)
+    assert late_phase.config_at(tmp_path, 5).precision.recipe == "bf16"
 
 
 def test_imported_weights_have_no_steps(tmp_path):

@@ -263,6 +263,17 @@ def moved(state: dict) -> dict:
     return state | {"params": jax.tree.map(lambda leaf: leaf + 0.125, state["params"])}
 
 
+def test_weights_are_those_of_the_checkpoint_that_is_named_or_the_newest(folder, tmp_path):
+    base = tmp_path / "base"
+    c = configured(base, folder)
+    save_run(base, c, step=3)
+    save_run(base, c, moved, step=4)
+    older, newest = (
+        initial_params(configured(tmp_path, path), tmp_path) for path in (base / "checkpoints" / "3", base)
+    )
+    assert_same(newest, moved({"params": older})["params"])
+
+
 def test_a_schedule_free_run_passes_on_its_average(folder, tmp_path):
     base = tmp_path / "base"
     averaging = dict(optimizer__name="schedule_free_adamw", optimizer__schedule="constant")
@@ -322,6 +333,13 @@ def test_the_same_command_resumes_without_the_weights(folder, tmp_path):
     assert changes.check_config(workdir, again) == {}
     with pytest.raises(ConfigError, match=r"model.embed_dim=32 contradicts"):
         configured(workdir, source, model__embed_dim=32)
+
+
+def test_a_resumed_run_refuses_weights_of_another_model(folder, tmp_path):
+    workdir, other = tmp_path / "run", write_llama(tmp_path / "other", rope_theta=1e4)
+    save_run(workdir, configured(workdir, folder))
+    with pytest.raises(ConfigError, match=r"model\.rope_theta"):
+        changes.check_config(workdir, configured(workdir, other))
 
 
 @pytest.mark.parametrize("swap", [None, "bpe:300"])

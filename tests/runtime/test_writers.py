@@ -84,6 +84,15 @@ def test_a_resume_keeps_lines_that_are_not_records(tmp_path):
     assert path.read_bytes().splitlines() == [first, *others]
 
 
+def test_a_whole_record_without_a_line_break_at_the_end_is_read_and_kept(tmp_path):
+    """As some editors leave the last line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/loss": 0.25}')
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2]
+    write_steps(tmp_path, [3], 2)
+    assert [record["step"] for record in read_jsonl(path)] == [1, 2, 3]
+
+
 def test_a_resume_needs_less_memory_than_the_file_and_records_share_their_names(tmp_path):
     path = tmp_path / "metrics.jsonl"
     values = {f"train/rms/layers/{n}": 0.5 for n in range(100)}
