@@ -462,6 +462,16 @@ def test_an_upload_that_fails_leaves_the_dataset_on_disk(
     assert len(documents(folder)) == len([text for text in TEXTS if text])
 
 
+def test_a_truncated_upload_is_noticed_in_a_store_without_checksums(corpus, tmp_path, bucket, monkeypatch):
+    stat = storage.stat
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(storage, "stat", lambda url: stat(url)._replace(md5=None))
+    prepare_text(corpus, f"{bucket}/whole")
+    monkeypatch.setattr(storage, "upload", lambda path, url: storage.write(url, path.read_bytes()[:-1]))
+    with pytest.raises(storage.StorageError, match="is not what was uploaded"):
+        prepare_text(corpus, f"{bucket}/truncated")
+
+
 def test_what_fails_before_the_upload_leaves_nothing(corpus, tmp_path, bucket, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

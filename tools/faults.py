@@ -1972,6 +1972,8 @@ DATA = [
         "data/test_text.py",
         # Validation that covers mainly the first source of a mixture.
         ("(np.arange(len(source)) + 0.5) / len(source)", "np.arange(len(source)) + 0.0"),
+        # An order that differs between machines, whose processes then share out different rows.
+        (', kind="stable"', "", "::test_the_sources_of_a_mixture_are_spread_over_validation"),
     ),
     *_in(
         "data/in_workers.py",
@@ -2211,6 +2213,11 @@ DATA = [
         "data/shards.py",
         "test_prepare.py",
         (" or found.md5 not in (None, own)", "", "::test_an_upload_that_fails_leaves_the_dataset_on_disk"),
+        (
+            "found.size != os.path.getsize(path) or ",
+            "",
+            "::test_a_truncated_upload_is_noticed_in_a_store_without_checksums",
+        ),
     ),
     *_in(
         "data/tokenizers/sentence_piece.py",
