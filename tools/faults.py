@@ -62,6 +62,7 @@ CORE = [
         ("errors=PerReplica(errors)", "errors=local.errors"),
         # A mean of the replicas' means instead of a mean over all tokens.
         ("metrics[name] * tokens", "metrics[name]"),
+        ('MEANS = ("loss", "accuracy")', 'MEANS = ("loss",)'),
     ),
     *_in(
         "run/intact_batches.py",
@@ -1649,6 +1650,7 @@ CLIP = [
         ("jnp.sum(text_loss_B)) / 2, correct)", "jnp.sum(text_loss_B)), correct)"),
         ("probability_ts = (by_row_ts + by_column_ts) / 2", "probability_ts = by_row_ts"),
         ("g_ts = probability_ts - is_pair_ts", "g_ts = probability_ts + is_pair_ts"),
+        ('bias if kind == "sigmoid" else 0.0, jnp', "bias, jnp", "::test_no_bias_changes_the_softmax"),
         ("return scale * _einsum(", "return scale * jnp.einsum("),
         ("jnp.where(is_pair, -logits, logits)", "jnp.where(is_pair, logits, -logits)"),
         ("max_B = jax.lax.pmax(max_B, axes) if axes else max_B\n", "pass\n"),

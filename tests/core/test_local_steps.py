@@ -44,7 +44,7 @@ class TwoMatrices(nnx.Module):
 
 def squares(model, batch):
     error_BS = jnp.sum(jnp.square(model(batch["x"]) - batch["y"]), axis=-1)
-    sums = {"loss": error_BS, "correct": error_BS < 100.0}
+    sums = {"loss": error_BS, "correct": error_BS < D}
     return {key: jnp.sum(jnp.where(batch["mask"], value, 0.0)) for key, value in sums.items()}
 
 
@@ -126,27 +126,32 @@ def test_rounds_of_one_step_with_plain_descent_are_synchronous():
 
 
 def loop(params: dict, data: list[dict], replicas: int, steps: int, rate: float, momentum: float):
-    """The outer parameters after each step, and those of the replicas at the end, without a mesh."""
+    """A run of the replicas without a mesh.
+
+    Returns:
+      the outer parameters after each step, those of the replicas at the end, and the loss and the accuracy
+      of each step.
+    """
     trainer, rows = plain(), B // replicas
     gradient = jax.jit(functools.partial(GRADIENTS, trainer.graphdef))
     own, states = [params] * replicas, [CLIPPED.init(params)] * replicas
-    trace, outer, losses = jax.tree.map(np.zeros_like, params), [], []
+    trace, outer, means = jax.tree.map(np.zeros_like, params), [], []
     for n, batch in enumerate(data, start=1):
-        sums = np.zeros(2)
+        sums = np.zeros(3)
         for r in range(replicas):
             mine = {key: value[r * rows : (r + 1) * rows] for key, value in batch.items()}
             grads, _, metrics = gradient({"params": own[r], "model_state": {}, "step": n}, mine, None)
             updates, states[r] = CLIPPED.update(grads, states[r], own[r])
             own[r] = optax.apply_updates(own[r], updates)
-            sums += mine["mask"].sum() * np.array([float(metrics["loss"]), 1.0])
-        losses.append(sums[0] / sums[1])
+            sums += mine["mask"].sum() * np.array([metrics["loss"], metrics["accuracy"], 1.0])
+        means.append(sums[:2] / max(sums[2], 1))
         if n % steps == 0:
             away = jax.tree.map(lambda p, *a: p - np.mean(a, axis=0), params, *own)
             trace = jax.tree.map(lambda m, g: momentum * m + g, trace, away)
             params = jax.tree.map(lambda p, g, m: p - rate * (g + momentum * m), params, away, trace)
             own = [params] * replicas
         outer.append(params)
-    return outer, jax.tree.map(lambda *a: np.stack(a), *own), losses
+    return outer, jax.tree.map(lambda *a: np.stack(a), *own), means
 
 
 @pytest.mark.parametrize(
@@ -157,13 +162,15 @@ def loop(params: dict, data: list[dict], replicas: int, steps: int, rate: float,
 def test_steps_are_those_of_a_loop_over_the_replicas(sizes):
     data, trainer = batches(5), local(make_mesh(**sizes))
     data[1]["mask"][: B // sizes["data"]] = False  # a replica without tokens
+    data[3]["mask"][:] = False  # none at all
     state = trainer.init()
     params = outer_params(state)
-    outer, own, losses = loop(params, data, sizes["data"], steps=2, rate=0.7, momentum=0.9)
-    for want, loss, one in zip(outer, losses, data, strict=True):
+    outer, own, means = loop(params, data, sizes["data"], steps=2, rate=0.7, momentum=0.9)
+    for want, (loss, accuracy), one in zip(outer, means, data, strict=True):
         state, [metrics] = trainer.run(state, [one])
         assert_close(outer_params(state), want)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)  # means in float32
+        np.testing.assert_allclose(metrics["accuracy"], accuracy, rtol=1e-5)
         assert metrics["tokens"] == one["mask"].sum()
     assert_close(own_params(state), own)
     assert np.abs(outer[1]["up"] - params["up"]).max() > 100 * ROUNDING

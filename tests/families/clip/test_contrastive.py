@@ -118,6 +118,15 @@ def test_probabilities_keep_their_digits_at_logits_of_one_hundred(B, spread, met
     np.testing.assert_allclose(grads[2], want, rtol=0, atol=4 * B * 2.0**-24 / 3)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_no_bias_changes_the_softmax(method):
+    """With one, logits would be rounded more, and Adam would turn its tiny gradient into a step."""
+    run = jax.jit(functools.partial(value_and_grads, kind="softmax", method=method, tile_size=4))
+    without, (value, grads) = (run(*features(6), 20.0, bias) for bias in (0.0, 1e4))
+    jax.tree.map(np.testing.assert_array_equal, (value, grads), without)
+    assert grads[NAMES.index("bias")] == 0
+
+
 @pytest.fixture(scope="module")
 def one_device():
     args = (*features(24, seed=1), 20.0, -5.0)
