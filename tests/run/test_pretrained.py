@@ -319,6 +319,22 @@ def test_texts_become_tokens_as_in_the_run_that_weights_come_from(own, tmp_path)
     assert changes.check_config(workdir, again) == {}
 
 
+def test_a_new_run_reports_what_its_model_computes_otherwise_than_that_of_its_weights(
+    folder, tmp_path, capsys
+):
+    """As a config with ``init_from`` can, but no --from. A vocabulary that is exchanged is expected."""
+    c = configured(tmp_path, folder, "bpe:300")
+    pretrained.report_differences(read(c), tmp_path)
+    assert capsys.readouterr().out == ""
+    c.model.rope_theta = 1e4
+    pretrained.report_differences(read(c), tmp_path)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("not as in the model of config.train.init_from: config.model.rope_theta: 300000")
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    pretrained.report_differences(read(c), tmp_path)
+    assert capsys.readouterr().out == ""
+
+
 # --- a run that is started again --------------------------------------------------------------------------
 
 
