@@ -20,16 +20,17 @@ is not possible, because stages split the layers or there is a single one, mesh 
 each matrix; all its Gram matrices are then summed over the devices, and each device squares them.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlp.optim.config import OptimizerKind
+from maxlp.optim.config import Conflict, OptimizerConfig, OptimizerKind
 from maxlp.optim.partition import by_target
 from maxlp.optim.tree_utils import HIDDEN_KERNELS, Targets, widened
 from maxlp.parallel.by_layers import gather_back, spread
@@ -181,7 +182,14 @@ def _neurons_to_rms(b2: float, eps: float, rms: float) -> optax.GradientTransfor
     return optax.GradientTransformation(init, update)
 
 
-MUON, NORMUON = (
-    OptimizerKind(scale_by=scale_by, second_moment=optax.ScaleByAdamState, matmuls="iterated", moves=2)
-    for scale_by in (scale_by_muon, scale_by_normuon)
+def _normuon_conflicts(config: OptimizerConfig) -> Iterator[Conflict]:
+    """The keys that NorMuon cannot work with."""
+    if config.galore is not None and config.galore.moments != "keep":
+        reason = "its second moments are of neurons; set galore.moments='keep'"
+        yield "galore.moments", config.galore.moments, reason
+
+
+MUON = OptimizerKind(
+    scale_by=scale_by_muon, second_moment=optax.ScaleByAdamState, matmuls="iterated", moves=2
 )
+NORMUON = dataclasses.replace(MUON, scale_by=scale_by_normuon, conflicts=_normuon_conflicts)

@@ -121,6 +121,10 @@ FREE = dict(name="schedule_free_adamw")
             r"^galore.moments='reset' cannot be combined with name='adafactor': ",
         ),
         (
+            {"name": "normuon", "galore": {"rank": 2, "moments": "reproject"}},
+            r"^galore.moments='reproject' cannot be combined with name='normuon': its second moments are",
+        ),
+        (
             {"name": "stable_spam", "galore": {"rank": 2, "moments": "reset"}},
             r"^galore.moments='reset' cannot be combined with name='stable_spam': its moments are of norm",
         ),

@@ -86,6 +86,11 @@ def assert_one_line(error):
             dict(format="e7m3"),
             r"products of e7m3 .* and e7m3 .* overflow float32 in fwd; use options.granularity='unscaled'",
         ),
+        (
+            "simulate",
+            dict(format="midrise3", granularity="block"),
+            "blocks in drhs are filled up with zeros, which midrise3 does not have; use options.gr",
+        ),
     ],
 )
 def test_bad_recipes_are_one_line_errors(name, options, message):
