@@ -1,7 +1,7 @@
 """Prints the table of docs/plans from its JSON files.
 
-With --estimate it first updates the estimate in each plan (seconds); with --compile it makes the plans
-again.
+With --estimate it first updates the estimate in each plan (seconds), but not its times of the compiled
+step, which follow from the same closed form; with --compile it makes the plans again.
 
 pip install 'maxlp[aot]'
 python benchmarks/committed_plans.py --estimate

@@ -62,6 +62,14 @@ def test_the_campaigns_clip_steps_need_up_to_five_percent_less_than_estimated(na
     assert 1 <= peak / PEAKS["h200:1x1"][name] <= 1.05
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", peaks.UPDATED)
+def test_the_update_of_8_bit_moments_needs_what_is_estimated(name):
+    machine = topologies.parse("h100:1x1")
+    peak = peaks.estimated_peak(peaks.recorded(name, "cuda"), machine)
+    assert peak == pytest.approx(PEAKS["h100:1x1"][name], rel=0.01)
+
+
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_committed_plans(path):
     """1 to 512 devices, 7 to 405 billion parameters: the peak within 10 %, the state within 0.1 %."""

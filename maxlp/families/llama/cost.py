@@ -52,6 +52,7 @@ class Sizes(Blocks):
       ends: 2, the embedding and the head, or 1 if they are one array.
       pieces: of the logits, one of which is in float32 at a time; there are at least as many as ``chunks``.
       schedule: of the pipeline; one stage and one microbatch if there is none.
+      in_parts: the blocks run in several loops, because not all of their matmuls are quantized.
       released: each layer is updated in the backward pass.
       qk_norm, platform: see `LlamaConfig` and `Machine`.
     """
@@ -66,6 +67,7 @@ class Sizes(Blocks):
     chunks: int
     pieces: int
     schedule: Schedule
+    in_parts: bool
     released: bool
     qk_norm: bool
     platform: str
@@ -129,6 +131,7 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
         chunks=s.loss.num_chunks,
         pieces=s.loss.num_chunks if s.loss.num_chunks > 1 or not plain_head else losses.PIECES,
         schedule=m.pipeline.schedule(stages) if stages > 1 else Schedule(1, 1, 1),
+        in_parts=len(s.parts.get("layers", ())) > 1,
         released=s.train.release_gradients,
         unsampled=unsampled(s, QKV, (OUT,), GATE_UP, (DOWN,)),
         qk_norm=m.qk_norm,
@@ -341,8 +344,10 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     that compiled steps hold:
 
     * where rounding keeps its errors, the largest array in float32 and the update of the embedding;
-    * else with GaLore the largest array in float32; with low-bit moments two such arrays, or one if they
-      are companded, or two to ten tenths of one where parameters are rounded stochastically;
+    * else with GaLore the largest array in float32, and where the blocks are in parts what `of_refresh`
+      says;
+    * else with low-bit moments what `of_low_bit_update` says, or if the optimizer has matmuls, two arrays
+      of the largest size in float32;
     * else what `workspace_of_matmuls` says.
 
     Released layers are updated one by one. What is outside of them is left, and if it is rounded or has
@@ -372,13 +377,48 @@ def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> fl
     grads = of_blocks(s) + (s.ends - 1) * s.end * s.a + 4 * s.end
     if rounding not in (None, "stochastic"):
         return grads + largest + 4 * s.end
-    if not (low_bit or optimizer.galore):
-        return grads + workspace_of_matmuls(optimizer.kind.matmuls, largest)
     if optimizer.galore:
-        return grads + largest
-    if rounding:
-        return grads + 0.7 * largest
-    return grads + (1 if low_bit.mu == "companded8" else 2) * largest
+        return grads + largest + (of_refresh(s, optimizer.galore.rank) if s.in_parts else 0.0)
+    if not low_bit:
+        return grads + workspace_of_matmuls(optimizer.kind.matmuls, largest)
+    if optimizer.kind.matmuls != "none":
+        return grads + 2 * largest
+    return of_low_bit_update(s, grads)
+
+
+def of_refresh(s: Sizes, rank: int) -> float:
+    """Bytes of a refresh of GaLore's bases where the blocks are in parts.
+
+    Of the largest stack it holds which entries of the gradient are zero, a byte each, and of attention the
+    new bases in float32.
+    """
+    sides = 2 * min(s.D, s.N * s.H) + 2 * min(s.D, s.K * s.H)
+    return s.of_stage.L * (s.D * s.F + 4 * rank * sides) / (s.shards * s.t)
+
+
+def of_low_bit_update(s: Sizes, grads: float) -> float:
+    """Bytes of the update of parameters with low-bit moments, gradients included.
+
+    The embedding and the head are updated first, then the blocks, whose largest stacks are those of the
+    MLP. The new codes of both moments of an array, a byte each, are written beside the old ones. XLA
+    computes the moments in float32 twice, for the scales and for the codes, rather than keep them, except
+    where parameters are float32:
+
+    * those of a tied embedding, whose gradient is a sum: that of the lookup in float32 and that of the head
+      in the dtype of the matmuls;
+    * those of all arrays where the blocks are in parts. There the smallest arrays come first, so that only
+      the gradients of the MLP are left when its stacks are updated.
+
+    Args:
+      grads: bytes of all gradients.
+    """
+    stack, wide = s.of_stage.L * s.D * s.F / (s.shards * s.t), 2 * 4
+    end, blocks = grads + 2 * s.end, of_blocks(s) + 2 * stack
+    if s.ends == 1:
+        end = grads + s.end * (s.a + (wide if s.param == 4 else 2))
+    if s.in_parts and s.param == 4:
+        blocks = (3 * s.param + wide) * stack
+    return max(end, blocks)
 
 
 # --- work and collectives -----------------------------------------------------------------------------
