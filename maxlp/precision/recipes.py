@@ -185,8 +185,8 @@ class Recipe:
                 )
         if any(o.in_blocks and formats.get(o.format).odd for o in self.drhs or ()):
             raise ValueError(
-                f"{where}: blocks in drhs are filled up with zeros, which {self.drhs[0].format} does not have; "
-                "use options.granularity='tensor' or 'row'"
+                f"{where}: blocks in drhs are filled up with zeros, which {self.drhs[0].format} does not "
+                "have; use options.granularity='tensor' or 'row'"
             )
         of_fwd = {(formats.get(operand.format).kind, operand.in_blocks) for operand in self.fwd or ()}
         if self.trust_mask and of_fwd - {("int", False)}:
