@@ -183,11 +183,12 @@ class Recipe:
                 raise ValueError(
                     f"{where}: granularity='tile' is for kernels; use options.kernel_granularity='tile'"
                 )
-        if any(o.in_blocks and formats.get(o.format).odd for o in self.drhs or ()):
-            raise ValueError(
-                f"{where}: blocks in drhs are filled up with zeros, which {self.drhs[0].format} does not "
-                "have; use options.granularity='tensor' or 'row'"
-            )
+        for operand in self.drhs or ():
+            if operand.in_blocks and formats.get(operand.format).odd:
+                raise ValueError(
+                    f"{where}: blocks in drhs are filled up with zeros, which {operand.format} does not "
+                    "have; use options.granularity='tensor' or 'row'"
+                )
         of_fwd = {(formats.get(operand.format).kind, operand.in_blocks) for operand in self.fwd or ()}
         if self.trust_mask and of_fwd - {("int", False)}:
             raise ValueError(f"{where}: trust_mask=True needs integer formats without blocks; use False")
