@@ -142,12 +142,13 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 
 def rounded_in_float32(x: jax.Array) -> jax.Array:
-    """The array in float32, from which XLA may drop the cast that made it: what reads it rounds it again.
+    """A bfloat16 array in float32, from which XLA may drop the cast that made it: readers round it again.
 
     For a kernel, stored in float32 and cast to bfloat16: if the GPU's cache has room for the bfloat16 copy,
-    XLA would write it, and read it twice, for the amaxes and for the codes.
+    XLA would write it, and read it twice, for the amaxes and for the codes. Not for float16, whose
+    subnormal numbers `reduce_precision` makes zero.
     """
-    bits = jnp.finfo(x.dtype)
+    bits = jnp.finfo(jnp.bfloat16)
     return jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant)
 
 

@@ -368,7 +368,7 @@ def quantize_forward(recipe: Recipe, tensor: str, x: jax.Array, delayed_amax) ->
     if operand.delayed:
         # A delayed scale is finite, so that infinity would saturate, and no gate would reject the step.
         x = jnp.where(jnp.isfinite(x), x, jnp.nan)
-    if operand.granularity == "tile":
+    if operand.granularity == "tile" and x.dtype == jnp.bfloat16:
         x = quantized.rounded_in_float32(x)
     if tensor == "kernel":
         x = quantized.row_major(x)

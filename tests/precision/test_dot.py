@@ -12,7 +12,7 @@ from maxlp.nn import layers
 from maxlp.numerics import blockwise, formats, quantized
 from maxlp.numerics.quantized import quantize, rotate
 from maxlp.precision import delayed, make_recipe, recipes
-from maxlp.precision.dot import QuantDot
+from maxlp.precision.dot import QuantDot, quantize_forward
 from tests.fixtures import walk_jaxpr
 from tests.precision.fixtures import Layer, documented_recipes
 
@@ -228,6 +228,17 @@ def test_each_part_of_quest_is_a_switch():
     y, dx, dw = run(make_recipe("quest", trust_mask=False), x, w, g)
     np.testing.assert_array_equal(y, whole[0])
     assert np.any(dx != whole[1]) and np.any(dw != whole[2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_kernel_is_quantized_in_tiles_as_it_is(dtype):
+    """Also where it is so small that float16 has fewer bits for it."""
+    w = arrays(dtype)[1] * dtype(2.0**-10)
+    recipe = make_recipe("nvfp4")
+    assert recipe.fwd[1].granularity == "tile"
+    ours, exact = (quantize_forward(recipe, "kernel", x, None) for x in (w, w.astype(jnp.float32)))
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_delayed_scales_have_room_for_rotated_tokens():
