@@ -11,8 +11,8 @@ from maxlp import precision
 from maxlp.nn import layers
 from maxlp.numerics import blockwise, formats, quantized
 from maxlp.numerics.quantized import quantize, rotate
-from maxlp.precision import delayed, make_recipe, recipes
-from maxlp.precision.dot import QuantDot, quantize_forward
+from maxlp.precision import delayed, dot, make_recipe, recipes
+from maxlp.precision.dot import QuantDot
 from tests.fixtures import walk_jaxpr
 from tests.precision.fixtures import Layer, documented_recipes
 
@@ -236,7 +236,8 @@ def test_a_kernel_is_quantized_in_tiles_as_it_is(dtype):
     w = arrays(dtype)[1] * dtype(2.0**-10)
     recipe = make_recipe("nvfp4")
     assert recipe.fwd[1].granularity == "tile"
-    ours, exact = (quantize_forward(recipe, "kernel", x, None) for x in (w, w.astype(jnp.float32)))
+    ours = dot.quantize_forward(recipe, "kernel", w, None)
+    exact = dot.quantize(recipe, recipe.fwd[1], w.astype(jnp.float32), (0,), None)
     for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
