@@ -26,9 +26,10 @@ from absl import flags
 from tests.buckets import _servers, bucket, buckets  # noqa: F401  # fixtures
 from tests.fake_hub import fake_hub  # noqa: F401
 
-# Most of the time would go into optimizing programs that then run for milliseconds. Flags of the
-# environment come later, and win.
-_XLA_FLAGS = "--xla_backend_optimization_level=0"
+# Most of the time would go into compiling programs that then run for milliseconds: XLA is to optimize less,
+# and not to split each program for several threads, which costs CPU time, and every core has tests to run.
+# Flags of the environment come later, and win.
+_XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # the older emitters of fusions; later versions abort on the flag
     _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = _XLA_FLAGS = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
