@@ -62,6 +62,13 @@ def test_the_campaigns_clip_steps_need_up_to_five_percent_less_than_estimated(na
     assert 1 <= peak / PEAKS["h200:1x1"][name] <= 1.05
 
 
+@pytest.mark.parametrize("name", [name for name in peaks.CLIP if "microbatches" in name])
+def test_microbatches_of_clip_on_several_devices_need_up_to_six_percent_less_than_estimated(name):
+    machine = topologies.parse("h100:1x8")
+    peak = peaks.estimated_peak(peaks.recorded(name, "cuda"), machine)
+    assert 1 <= peak / PEAKS["h100:1x8"][name] <= 1.06
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", peaks.UPDATED)
 def test_the_update_of_8_bit_moments_needs_what_is_estimated(name):
