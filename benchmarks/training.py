@@ -103,6 +103,11 @@ def random_pairs(run: Experiment) -> dict[str, jax.Array]:
     return jax.jit(draw, out_shardings=batch_sharding(run.mesh))()
 
 
+def random_batch(run: Experiment) -> dict[str, jax.Array]:
+    """A global batch of random tokens, or of random images and texts for a CLIP."""
+    return (random_text if run.family.unit == "tokens" else random_pairs)(run)
+
+
 class CompiledRun:
     """An experiment whose train step is compiled.
 

@@ -140,6 +140,7 @@ def test_files_named_exist(path):
         ("plan_search", ["--presets", "llama/9b"]),
         ("plan_search", ["--machines", "h101:1x1"]),
         ("compare_llama", ["--heads=8"]),
+        ("paired_steps", ["statistics"]),
     ],
 )
 def test_a_name_that_does_not_exist_is_refused(script, arguments, monkeypatch, capsys):

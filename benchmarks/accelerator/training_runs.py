@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
-from training import RANDOM_TEXT, CompiledRun, changed, matmul_types, random_pairs, random_text
+from training import RANDOM_TEXT, CompiledRun, changed, matmul_types, random_batch
 
 from benchmarks.accelerator.results import TOLERANCE, LeftOut, Result, is_of, load, path
 from maxlp.families.llama.presets import LLAMA_3_2_ROPE, llama
@@ -196,7 +196,7 @@ def measure(s: Settings) -> dict[str, Any]:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit and memory.peak > limit:
         return {"refused": f"the program needs {memory.peak:.4g} of {limit:.4g} bytes"}
-    batch = (random_text if s.family.unit == "tokens" else random_pairs)(compiled.run)
+    batch = random_batch(compiled.run)
     seconds, metrics = compiled.time_steps(batch, STEPS, SECONDS)
     median = statistics.median(seconds)
     rate, flops = s.family.units_per_step(s.data) / median, s.flops_per_unit
