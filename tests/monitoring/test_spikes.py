@@ -38,6 +38,14 @@ def test_a_spike_is_above_the_threshold_of_a_sufficient_history():
     assert after(0, math.inf) is not None
 
 
+def test_a_persistent_change_of_level_is_soon_no_spike():
+    """Losses that stand out are among those that the next ones are compared with."""
+    detector, losses = Detector(SpikeConfig(window=16)), [*noisy(40), *(noisy(40) + 3)]
+    found = [i for i, loss in enumerate(losses) if detector.observe(i, loss)]
+    # One of 16 such losses leaves the next one √15 = 3.9 standard deviations above the mean, two √7 = 2.6.
+    assert found == [40, 41]
+
+
 def test_spikes_that_follow_closely_are_one():
     detector = Detector(SpikeConfig(merge_steps=10))
     begins = [detector.observe(step, math.nan).begins for step in (0, 10, 20, 31, 42, 43)]

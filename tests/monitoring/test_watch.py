@@ -13,7 +13,7 @@ from maxlp.monitoring.spike_records import (
 from maxlp.monitoring.spikes import Spike, SpikeConfig
 from maxlp.monitoring.watch import Watch
 from maxlp.runtime.checkpoint import StepInfo
-from tests.monitoring.fixtures import TOY, train
+from tests.monitoring.fixtures import TOY, Batches, train
 
 
 def test_a_spike_is_recorded_and_its_checkpoint_outlives_those_of_the_run(tmp_path):
@@ -28,10 +28,25 @@ def test_a_spike_is_recorded_and_its_checkpoint_outlives_those_of_the_run(tmp_pa
     before, *_, at = record["steps"]
     assert set(before["rms"]) == {"layers/kernel/0", "layers/kernel/1", "head/kernel"}
     assert at["grad_norms"]["head/kernel"] > 3 * before["grad_norms"]["head/kernel"]
+    norm = math.hypot(*at["grad_norms"].values())
+    assert at["grad_norm"] == pytest.approx(norm, rel=1e-6)  # norms in float32
     assert record["first"]["step"] == 14 and record["first"]["value"] > 1.8
     shutil.rmtree(tmp_path / "checkpoints")
     kept = tmp_path / record["checkpoint"]
     assert kept.name == "8" and (kept / "manifest.txt").exists() and not part.exists()
+
+
+def test_a_spike_that_is_seen_a_step_late_has_the_position_before_its_own_batch(tmp_path):
+    watch, batches = Watch(SpikeConfig(**TOY)), Batches()
+    watch.note(0, batches.get_state())
+    for n in (1, 2, 3):
+        next(batches)
+        watch.note(n, batches.get_state())
+    spike = watch.observe(2, {"loss": math.nan})
+    assert spike is not None
+    watch.act(tmp_path, spike, {"skipped": 1.0})
+    [record] = recorded_spikes(tmp_path)
+    assert record["step"] == 2 and record["data_state"]["step"] == 1
 
 
 def test_a_resumed_watch_continues_where_it_was():
@@ -81,12 +96,14 @@ def test_overflows_stop_a_run_only_once_the_loss_scale_no_longer_falls(guard):
         watch.observe(9, {"loss": math.nan, "skipped": 1.0, "loss_scale": 1.0})
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_unless_its_step_was_skipped(tmp_path):
-    watch, spike = Watch(SpikeConfig()), Spike(7, math.nan, 2.0, math.inf, begins=False)
+@pytest.mark.parametrize("guard", ["off", "skip"])
+def test_a_loss_that_is_not_finite_stops_the_run_unless_its_step_was_skipped(tmp_path, guard):
+    watch, spike = Watch(SpikeConfig(guard=guard)), Spike(7, math.nan, 2.0, math.inf, begins=False)
+    watch.observe(6, {"loss": 2.0, "rms": {"head": 2.0}})
     watch.observe(7, {"loss": math.nan})
     watch.act(tmp_path, spike, {"skipped": 1.0})
     with pytest.raises(
-        FloatingPointError, match=r"^the loss of step 7 is nan; .* set spikes\.guard to skip"
+        FloatingPointError, match=r"^the loss of step 7 is nan; head was .* set spikes\.guard to skip"
     ) as error:
         watch.act(tmp_path, spike, {})
     assert str(error.value).endswith(f"python -m maxlp.report {tmp_path} --spike=7")
