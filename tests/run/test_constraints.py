@@ -114,6 +114,7 @@ REFUSED = {
             "cpu",
             "galore, low_bit",
         ),
+        (ADASCALE | {"precision.loss_scale.per_tensor": True}, 1, "cpu", "adascale and param_rounding"),
         (
             BFLOAT16
             | {"precision.loss_scale.per_tensor": True, "optimizer.param_rounding": "float16_master"},

@@ -71,8 +71,10 @@ def test_the_last_early_step_has_the_early_precision(tmp_path, step, recipe):
     c = changed(load("debug"), {"precision.high_precision_from": 4})
     run_dir.save_config(tmp_path, c)
     early = c.precision.to_dict() | {"recipe": "nvfp4", "first_blocks": 0}
+    del early["scatter"]  # as if written by a version that had no such key
     write_json(tmp_path / late_phase.EARLY, {"last_step": 4, "precision": early})
-    assert late_phase.config_at(tmp_path, step).precision.recipe == recipe
+    found = late_phase.config_at(tmp_path, step).precision
+    assert found.recipe == recipe and found.scatter == c.precision.scatter
 
 
 def test_the_early_precision_is_kept_when_the_late_phase_begins(tmp_path):
@@ -95,6 +97,16 @@ def test_the_early_precision_is_kept_when_the_late_phase_begins(tmp_path):
         run_dir.save_config(tmp_path, late)
         recipes = [late_phase.config_at(tmp_path, step).precision.recipe for step in (4, 5)]
         assert recipes == ["nvfp4", "bf16"]
+
+
+def test_a_phase_that_was_ended_afterwards_has_the_steps_until_then(tmp_path):
+    """Of a run that had come to step 6 when its user wrote `high_precision_from=4`."""
+    run_dir.save_config(tmp_path, changed(load("debug"), {"precision.recipe": "nvfp4"}))
+    late = changed(load("debug"), {"precision.high_precision_from": 4})
+    late_phase.begin(read(late), 6, tmp_path)
+    run_dir.save_config(tmp_path, late)
+    recipes = [late_phase.config_at(tmp_path, step).precision.recipe for step in (5, 6, 7)]
+    assert recipes == ["nvfp4", "nvfp4", "bf16"]
 
 
 def test_a_phase_that_samples_tokens_in_the_models_dtype_can_end(tmp_path):
@@ -123,16 +135,17 @@ def test_a_run_without_checkpoints_is_in_its_early_phase(tmp_path):
     [(["3"], False), (["3", "4"], True), (["3", "4.damaged"], False), (["4", "6"], True)],
 )
 def test_the_late_phase_begins_with_a_whole_checkpoint_of_its_step(tmp_path, saved, is_late):
-    """Then nothing is quantized or sampled, and nothing measures the quantization."""
+    """Then no key of the section is left that quantizes, samples, or measures the quantization."""
     early = {"recipe": "int8_switchback", "options.keep": 0.5, "health_every": 2, "high_precision_from": 4}
+    early |= {"rules": (("*/up_proj", "mxfp8"),), "min_dim": 32, "smooth_swiglu": "token"}
     c = changed(load("debug"), {f"precision.{key}": value for key, value in early.items()})
     for name in saved:
         (folder := tmp_path / "checkpoints" / name).mkdir(parents=True)
         (folder / "state").write_bytes(b"")
         manifest.write(folder, manifest.checksums(folder, ["state"]))
     now = ConfigDict(late_phase.config_now(c.to_dict(), tmp_path))
-    assert read(now).is_quantized != is_late
-    assert now.precision.health_every == (0 if is_late else 2)
+    late = changed(load("debug"), {"precision.high_precision_from": 4})
+    assert read(now).precision == read(late if is_late else c).precision
 
 
 def test_the_precision_of_early_steps_that_nothing_has_kept_is_unknown(tmp_path):
