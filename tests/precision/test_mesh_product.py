@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxlp.numerics.formats import Quantized
@@ -138,6 +138,35 @@ def test_a_mapped_axis_is_split_too():
     )
     np.testing.assert_array_equal(actual, expected)
     assert exchanged_bytes(program) == {("reduce-scatter", "f32"): actual.nbytes // 4}
+
+
+def test_two_mapped_axes_are_split_too():
+    product, (x, kernel) = operands(FORWARD)
+    stages = jax.tree.map(lambda a: jnp.stack([a, a + a]), x)
+    mapped = jax.vmap(jax.vmap(product.partitioned, (0, None, None)), (None, None, 0))
+    splits = P(None, "fsdp", None, "tensor"), P("tensor"), P()
+    scales = jnp.array([1.0, 2.0, 4.0])
+    actual, _ = on_a_mesh(mapped, (stages, kernel, scales), splits, P(None, None, "fsdp", "tensor"))
+    one = np.einsum(FORWARD, *(np.float64(dequantize(q, jnp.float32)) for q in (x, kernel)))
+    # Codes and scales of the second stage are twice those of the first.
+    np.testing.assert_array_equal(actual, [[scale * one, 4 * scale * one] for scale in scales])
+
+
+@pytest.mark.parametrize(
+    ("platform", "axis_type", "expected"),
+    [
+        ("cuda", AxisType.Auto, 1),
+        ("cpu", AxisType.Auto, 0),
+        ("tpu", AxisType.Auto, 0),
+        ("cuda", AxisType.Explicit, 0),
+    ],
+)
+def test_only_gpus_with_automatic_axes_partition_it(platform, axis_type, expected):
+    product, (x, kernel) = operands(FORWARD)
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(axis_type,))):
+        traced = jax.jit(lambda *operands: product(*operands)).trace(x, kernel, jnp.float32(0.5))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("@CustomSPMDPartitioning") == expected
 
 
 def on_a_mesh(multiply, arrays, splits, result):
