@@ -94,6 +94,7 @@ def test_a_step_is_rejected_above_the_threshold_of_a_sufficient_history():
         (1.0, 16, 5.5, False),
         (1.0, 15, 1e6, True),
         (0.0, 16, 1e6, True),
+        (1.0, 0, math.inf, False),  # one that is not finite needs no history, and the other may be
     ]:
         history = np.resize([2 + spread, 2 - spread], number)
         for name, other in (("loss", "grad_norm"), ("grad_norm", "loss")):
