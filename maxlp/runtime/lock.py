@@ -89,7 +89,7 @@ class WorkdirLock:
         """Takes the lock, in the primary process; does nothing if it is held already. A collective.
 
         Raises:
-          ValueError: another process holds it.
+          ValueError: another process holds it, or not all processes of the run see this workdir.
         """
         failure: Exception | None = None
         if distributed.is_primary() and not self._held:
@@ -99,10 +99,15 @@ class WorkdirLock:
             except (OSError, ValueError) as error:
                 failure = error
         if jax.process_count() > 1:
-            message = distributed.gather_json(str(failure) if failure else None)[0]
+            answer = [str(failure) if failure else None, self._record["token"]]
+            message, token = distributed.gather_json(answer)[0]
             failure = failure or (ValueError(message) if message else None)
         if failure:
             raise failure
+        if jax.process_count() > 1:
+            from maxlp.runtime import shared_workdir  # a single process needs none
+
+            shared_workdir.check(self.workdir, self._content, token)
 
     def _take(self) -> None:
         self._created = [folder for folder in (self.workdir, *self.workdir.parents) if not folder.exists()]

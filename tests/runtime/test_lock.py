@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from maxlp.runtime import lock
+from maxlp.runtime import lock, shared_workdir
 from maxlp.runtime.lock import WorkdirLock
 from tests.runtime import workers
 from tests.training_runs import wait_until
@@ -217,6 +217,24 @@ def test_all_processes_of_a_run_learn_that_it_is_refused(tmp_path):
     run.send("released")
     run.finish(0, 0)
     taken(tmp_path)
+
+
+@pytest.mark.full
+def test_a_workdir_that_each_process_has_on_a_disk_of_its_own_is_refused(tmp_path):
+    run = workers.Workers(2)
+    for reply in run.call("lock_apart", tmp_path):
+        assert "is not the same folder in all processes" in reply["refused"]
+        assert "has not appeared in process 1 after" in reply["refused"]
+    run.finish(0, 0)
+    assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize(("content", "seen"), [(b'{"token": "c0ffee"}', True), (b'{"token": "0"}', False)])
+def test_each_process_reads_the_lock_of_the_primary_one(tmp_path, monkeypatch, content, seen):
+    monkeypatch.setattr(shared_workdir, "VISIBLE_SECONDS", 0.0)
+    outcome = contextlib.nullcontext() if seen else pytest.raises(ValueError, match="all hosts share")
+    with outcome:
+        shared_workdir.check(tmp_path, lambda: content, "c0ffee")
 
 
 def test_the_count_rises_while_the_lock_is_held(tmp_path):

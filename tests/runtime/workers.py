@@ -20,7 +20,16 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlp.runtime import checkpoint, distributed, files, lock, manifest, mirror, preemption
+from maxlp.runtime import (
+    checkpoint,
+    distributed,
+    files,
+    lock,
+    manifest,
+    mirror,
+    preemption,
+    shared_workdir,
+)
 from tests.training_runs import ROOT, environments
 
 SHAPE = (64, 4096)  # 1 MiB: a save takes long enough to be interrupted
@@ -223,6 +232,12 @@ def run_lock(workdir):
             sys.stdin.readline()
 
 
+def run_lock_apart(workdir):
+    """As `run_lock`, with a disk of its own for each process."""
+    shared_workdir.VISIBLE_SECONDS = 0.5
+    run_lock(f"{workdir}/{jax.process_index()}")
+
+
 def forget():
     """What a new process knows of buckets: nothing."""
     for one in mirror._mirrors.values():
@@ -232,6 +247,7 @@ def forget():
 
 COMMANDS = {
     "lock": run_lock,
+    "lock_apart": run_lock_apart,
     "gather": run_gather,
     "save": run_save,
     "restore": run_restore,
