@@ -54,6 +54,8 @@ from maxlp.runtime.lock import WorkdirLock, open_lock
 from maxlp.runtime.throughput import Throughput
 from maxlp.runtime.writers import MetricWriter
 
+CACHE_BYTES = 2**24  # more than the compiled programs of a run take
+
 
 def define_flags() -> None:
     cli.define_flags(
@@ -266,7 +268,8 @@ def keep_compiled_programs(folder: Path) -> None:
     """Lets JAX keep what it compiles for later launches; without a folder to keep it in, says so."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # it may exist on a read-only file system
+        with tempfile.TemporaryFile(dir=folder) as file:  # it may exist on a read-only file system
+            file.write(bytes(CACHE_BYTES))  # JAX never replaces what a full disk has cut off
     except OSError as error:
         print_primary(
             f"the next launch will compile again: {folder} cannot be written to ({error.strerror}); set "

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -621,6 +622,19 @@ def test_a_run_that_cannot_keep_its_compiled_programs_says_so(tmp_path, monkeypa
     train.keep_compiled_programs(tmp_path)
     assert f"{tmp_path} cannot be written to (Read-only file system)" in capsys.readouterr().out
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_folder_without_room_for_compiled_programs_is_not_used(tmp_path, capsys):
+    """JAX would leave the beginning of each, which no later launch replaces."""
+    before, limits = jax.config.jax_compilation_cache_dir, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        train.keep_compiled_programs(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{tmp_path} cannot be written to (File too large)" in capsys.readouterr().out
+    assert jax.config.jax_compilation_cache_dir == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_finished_run_whose_curves_cannot_be_drawn_ends_well(tmp_path, monkeypatch, capsys):
