@@ -29,7 +29,8 @@ def clip_by_own_norms(config: AdaGCConfig, clip_norm: float = 0.0) -> optax.Grad
     """AdaGC, for the beginning of a chain.
 
     A gradient of zeros, as of an adapter in the first step, says nothing about later ones: it leaves γ as
-    it is. (By the equations γ would become 0, and the tensor would never move.)
+    it is. (By the equations γ would become 0, and the tensor would never move.) So does a gradient whose
+    norm is not finite; if its entries are, and their squares overflow, it is clipped to zeros.
 
     Args:
       config: ratio, decay, warm-up.
@@ -52,7 +53,7 @@ def clip_by_own_norms(config: AdaGCConfig, clip_norm: float = 0.0) -> optax.Grad
             clipped = factor * norm
             mixed = config.decay * average + (1 - config.decay) * clipped
             new = jnp.where(warming | jnp.isinf(average), jnp.minimum(average, clipped), mixed)
-            return jnp.where(norm == 0, average, new)
+            return jnp.where((norm > 0) & (norm < jnp.inf), new, average)
 
         norms = jax.tree.map_with_path(tensor_norm, widened(updates))
         factors = jax.tree.map(factor, norms, state.norms)

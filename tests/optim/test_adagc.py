@@ -72,6 +72,17 @@ def test_a_tensor_without_gradient_can_move_later(zeros):
     np.testing.assert_array_equal(got["a"], 2.0)
 
 
+@pytest.mark.parametrize("clip_norm, quiet", [(CLIP_NORM, 1), (0.0, WARMUP)])
+def test_a_spike_whose_squares_overflow_takes_no_step(clip_norm, quiet):
+    """In the warm-up and after it; later gradients have the average of those before the spike."""
+    tx, one, spike = clip_by_own_norms(CONFIG, clip_norm), {"a": jnp.ones(4)}, {"a": jnp.full(4, 1e20)}
+    steps = each_step(tx, one, [one] * quiet + [spike, one])
+    *_, (before, _, old), (skipped, _, new), (after, _, _) = steps
+    np.testing.assert_array_equal(skipped["a"], 0.0)
+    np.testing.assert_array_equal(new.norms["a"], old.norms["a"])
+    np.testing.assert_array_equal(after["a"], before["a"])
+
+
 def test_it_takes_the_place_of_the_global_norm_in_the_chain():
     """After the warm-up, gradients that do not grow are not clipped, however large they are."""
     common = dict(name="sgd", learning_rate=1.0, b1=0.0, clip_norm=0.5)
