@@ -28,6 +28,7 @@ change nothing without quantization (Smooth-SwiGLU).
 
 --adapter exports the adapters of a run with train.lora alone, in the format of
 PEFT, which vLLM reads too: adapter_config.json and adapter_model.safetensors.
+An import of such a folder merges them into the model that its config names.
 
 An import detects the format from the config in its folder; an export of a CLIP
 writes hf_clip by default. The result of an import is a run at step 0, from
@@ -161,7 +162,7 @@ def import_weights(
     """Makes a run at step 0 from weights: the model's config, its parameters, the tokenizer.
 
     Args:
-      source: a folder, or the id of a repository of the Hub.
+      source: a folder, or the id of a repository of the Hub; see `LibraryWeights`.
       format_name: see `formats`; None detects it.
       dtype: of the parameters; None takes that of the input.
       image_size: size of images to resize the model to; None keeps its own.
@@ -186,7 +187,7 @@ def import_weights(
         if found.format.resize is not None and image_size is not None:
             with weights.naming(Path(f"--image_size={image_size}")):
                 params, model = found.format.resize(params, model, image_size)
-        _save_run(unfinished, found.family.name, dataclasses.asdict(model), params, found.folder)
+        _save_run(unfinished, found.family.name, dataclasses.asdict(model), params, found.tokenizer_folder)
 
 
 def _save_run(workdir: Path, name: str, model: dict[str, Any], params: dict, source: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from maxlp.data.tokenizers import Tokenizer
 
 Array = np.ndarray
-ADAPTER_CONFIG = "adapter_config.json"  # of PEFT; beside it is no model
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 
 
 class Transform(NamedTuple):
@@ -209,14 +209,13 @@ def find_format(source: Path, name: str | None = None) -> tuple[Family, WeightFo
             model_type = config.get("model_type")
             known = [kind for one in tried.values() if one.config_file == file for kind in one.model_types]
             raise ValueError(f"{source / file}: {model_type=} is not supported; one of {', '.join(known)}")
-    if (source / ADAPTER_CONFIG).exists():
-        base = read_config(source / ADAPTER_CONFIG).get("base_model_name_or_path")
-        raise ValueError(
-            f"{source} holds an adapter of PEFT and not the model {base}, which it belongs to; merge them "
-            "with PEFT (merge_and_unload, save_pretrained), and give the merged model"
-        )
     config_files = " nor ".join(dict.fromkeys(one.config_file for one in tried.values()))
     raise ValueError(f"{source} holds no model: there is neither {config_files}")
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters of PEFT, without the model that they belong to."""
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
 
 
 @contextlib.contextmanager

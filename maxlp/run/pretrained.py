@@ -36,7 +36,7 @@ from maxlp.runtime.safetensors import Tensors, index_of
 
 SMALL_FILES = (
     *("config.json", "processor_config.json", "preprocessor_config.json", "open_clip_config.json"),
-    weights.ADAPTER_CONFIG,  # which is refused
+    weights.ADAPTER_CONFIG,
     *(*tokenizers.FILES, *tokenizers.COMPANIONS),
 )
 SOURCES = "give a run, a folder of weights, or hf:ORG/NAME of the Hub"
@@ -113,30 +113,39 @@ class LibraryWeights:
     """The weights of another library.
 
     Args:
-      spec: the folder, or the id of a repository of the Hub.
+      spec: the folder, or the id of a repository of the Hub; with adapters of PEFT alone, which are merged
+        into the model that they name.
       format_name: see `weights.find_format`.
 
     Attributes:
-      folder: where the files are on this machine.
+      spec, folder: of the model; where its files are on this machine.
       family, format: of the model.
       tensors: by name; the files are downloaded and opened when the first one is asked for.
       config: of the model, with activations and parameters in the dtype of the files.
       model: the section ``model`` of a config for these weights.
       data: what is known of a section ``data``: nothing.
       tokenizer: the spec of their tokenizer; None if there is none beside them.
+      tokenizer_folder: where the tokenizer is.
     """
 
     def __init__(self, spec: str, format_name: str | None = None):
-        self.spec = spec
-        self.folder = hub.fetch(spec, SMALL_FILES) if hub.is_id(spec) else Path(spec)
+        self.spec, self.folder, self._adapters = spec, _folder(spec), None
+        given = self.folder
+        if weights.holds_adapters(given):
+            from maxlp.families import peft  # few runs need it
+
+            self._adapters = peft.Adapters(_folder(spec, peft.WEIGHTS))
+            self.spec, self.folder = self._adapters.base, _folder(self._adapters.base)
+        self.tokenizer, self.tokenizer_folder = None, self.folder
+        for source, folder in ((self.spec, self.folder), (spec, given)):  # that of the adapters, if any
+            if any((folder / name).exists() for name in tokenizers.FILES):
+                self.tokenizer, self.tokenizer_folder = source, folder
         self.family, self.format = weights.find_format(self.folder, format_name)
         self.tensors = _LazyTensors(self._open)
         with self.naming_config():
             self.config: Any = _model(self.family, self.format, self.folder, self.tensors)
         self.model: dict[str, Any] | None = _section(self.family, self.config)
         self.data: dict[str, Any] = {}
-        has_tokenizer = any((self.folder / name).exists() for name in tokenizers.FILES)
-        self.tokenizer = spec if has_tokenizer else None
 
     def naming_config(self) -> contextlib.AbstractContextManager[None]:
         """Names the model's config file in errors."""
@@ -167,17 +176,21 @@ class LibraryWeights:
             return weights.to_maxlp(self.tensors, abstract, self.format.layout(self.config), put=_shards)
 
     def _open(self) -> Mapping[str, np.ndarray]:
-        tensors = self._files
+        files = self._files
         with self.naming_config():
-            return compressed_tensors.dequantized(tensors, self.folder / self.format.config_file)
+            tensors = compressed_tensors.dequantized(files, self.folder / self.format.config_file)
+        return self._adapters.merged(tensors, files.shape_of) if self._adapters else tensors
 
     @cached_property
     def _files(self) -> Tensors:
         file = self.format.weights_file
-        if hub.is_id(self.spec):
-            shards = file.replace(".safetensors", "-*.safetensors")
-            hub.fetch(self.spec, (*SMALL_FILES, file, shards, index_of(file)))
-        return Tensors(self.folder, file)
+        shards = file.replace(".safetensors", "-*.safetensors")
+        return Tensors(_folder(self.spec, file, shards, index_of(file)), file)
+
+
+def _folder(spec: str, *files: str) -> Path:
+    """The folder with the small files of weights, and with these files."""
+    return hub.fetch(spec, (*SMALL_FILES, *files)) if hub.is_id(spec) else Path(spec)
 
 
 class _LazyTensors(Mapping[str, np.ndarray]):

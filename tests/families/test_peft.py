@@ -9,6 +9,7 @@ import pytest
 
 from maxlp import convert
 from maxlp.run import run_dir
+from maxlp.run.pretrained import find
 from maxlp.runtime import files
 from maxlp.runtime.safetensors import Tensors
 from tests.commands import run_command
@@ -119,12 +120,76 @@ def test_a_run_without_adapters_is_refused(base, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
-def test_weights_from_an_adapter_are_refused(base, tmp_path):
+def as_written_by_peft(adapter: Path, base: Path, **changes) -> Path:
+    """Gives a folder of adapters the config that PEFT 0.21 writes, with these changes."""
+    off = dict.fromkeys(("alora_invocation_tokens", "auto_mapping", "corda_config", "layers_to_transform"))
+    off |= dict(lora_bias=False, use_dora=False, rank_pattern={}, alpha_pattern={}, loftq_config={})
+    on = dict(megatron_core="megatron.core", peft_version="0.21.2", qalora_group_size=16)
+    lora = dict(peft_type="LORA", r=RANK, lora_alpha=6, use_rslora=False, init_lora_weights=True)
+    model = dict(base_model_name_or_path=str(base), revision=None, bias="none", modules_to_save=None)
+    config = off | on | lora | model | dict(target_modules=["q_proj"]) | changes
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return adapter
+
+
+def test_weights_from_an_adapter_are_the_merged_model(base, tmp_path):
+    _, merged, adapter = exported(base, tmp_path, alpha=ALPHA)
+    found, wanted, model = find(str(adapter)), Tensors(merged), Tensors(base)
+    assert found.tensors.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        largest = np.abs(weight).max() + np.abs(model[name] - weight).max() * RANK
+        atol = (2 * RANK + 2) * 2.0**-24 * largest
+        np.testing.assert_allclose(found.tensors[name], weight, rtol=0, atol=atol)
+    c = configured(tmp_path / "next", adapter)
+    assert c.train.init_from == c.data.tokenizer == str(adapter)
+    convert.import_weights(adapter, tmp_path / "imported")
+    convert.export_weights(tmp_path / "imported", tmp_path / "again")
+    for name, weight in Tensors(tmp_path / "again").items():
+        np.testing.assert_array_equal(weight, found.tensors[name])
+
+
+def test_an_adapter_without_a_tokenizer_has_that_of_its_model(base, tmp_path):
     _, _, adapter = exported(base, tmp_path)
-    with pytest.raises(ValueError, match=r"adapter holds an adapter of PEFT .* merge"):
-        configured(tmp_path / "next", adapter)
-    with pytest.raises(ValueError, match=r"adapter holds an adapter of PEFT .* merge"):
-        convert.import_weights(adapter, tmp_path / "next")
+    for path in adapter.glob("tokenizer*"):
+        path.unlink()
+    assert configured(tmp_path / "next", adapter).data.tokenizer == str(base)
+    convert.import_weights(adapter, tmp_path / "imported")
+    assert (tmp_path / "imported/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(("rs", "scale"), [(False, 6 / RANK), (True, 6 / RANK**0.5)])
+def test_the_scale_is_that_of_the_config_as_peft_writes_it(rs, scale, base, tmp_path):
+    _, _, adapter = exported(base, tmp_path, targets=("*/q_proj",))
+    found = find(str(as_written_by_peft(adapter, base, use_rslora=rs))).tensors
+    stem, matrices = "model.layers.1.self_attn.q_proj", Tensors(adapter, "adapter_model.safetensors")
+    a, b = (matrices[f"{PREFIX}{stem}.lora_{one}.weight"] for one in "AB")
+    expected = Tensors(base)[f"{stem}.weight"] + scale * b.astype(np.float64) @ a
+    np.testing.assert_allclose(found[f"{stem}.weight"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(use_dora=True), "use_dora=True is not supported, only plain LoRA; merge the adapter"),
+        (dict(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\] is not supported"),
+        (dict(alpha_pattern={"q_proj": 3}), "alpha_pattern={'q_proj': 3} is not supported"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
+        (dict(peft_type="IA3"), "peft_type='IA3' is not supported"),
+        (dict(base_model_name_or_path="/no/model"), "base_model_name_or_path='/no/model' is not a folder"),
+    ],
+)
+def test_other_adapters_are_refused(changes, message, base, tmp_path):
+    with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
+        find(str(as_written_by_peft(tmp_path, base, **changes)))
+
+
+def test_adapters_of_another_model_are_refused(base, tmp_path):
+    other = write_llama(tmp_path / "other", num_layers=1)
+    wide = write_llama(tmp_path / "wide", mlp_dim=128)
+    _, _, adapter = exported(base, tmp_path)
+    for model, message in ((other, r"layers\.1\..* belongs to no matmul"), (wide, "A and B of shapes")):
+        with pytest.raises(ValueError, match=rf"adapter_model.safetensors: .*{message}"):
+            convert.import_weights(as_written_by_peft(adapter, model), tmp_path / "next")
 
 
 @pytest.mark.full
