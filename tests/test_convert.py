@@ -438,7 +438,7 @@ def test_folders_without_a_model_or_a_run_are_named(tmp_path):
             "source holds a run or imported weights already; train --from=",
         ),
         ('{"model_type": "clip"', {}, "source/config.json is damaged .Expecting"),
-        ('{"model_type": "clip"}', {}, "neither model.safetensors nor"),  # pickles are not read
+        ('{"model_type": "clip"}', {}, r"neither model.safetensors nor .* convert pickles \(.bin, .pth\)"),
         (
             '{"model_type": "clip"}',
             {"format_name": "gguf"},

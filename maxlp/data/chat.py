@@ -375,8 +375,10 @@ class Chat:
                 **self._variables,
             )
         except Exception as error:  # a template is a program, which raises errors of any type
+            remedy = "write a date into a copy of the template, and name the copy with ?chat_template=FILE"
             raise ValueError(
                 f"the chat template raises {type(error).__name__}: {one_line(error)}"
+                f"{f'; {remedy}' if 'strftime_now' in str(error) else ''}"
             ) from None
 
 

@@ -48,7 +48,8 @@ class Tensors(Mapping[str, np.ndarray]):
         path, index = self._path(weights), self._path(index_of(weights))
         if not os.path.lexists(path) and not os.path.lexists(index):
             raise ValueError(
-                f"{self.directory} contains neither {weights} nor {index_of(weights)}; check the path"
+                f"{self.directory} contains neither {weights} nor {index_of(weights)}; check the path, and "
+                "convert pickles (.bin, .pth) or GGUF to safetensors"
             )
         shard_of = {} if os.path.lexists(path) else _read_index(index)
         self.file_of: dict[str, str] = {}

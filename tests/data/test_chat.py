@@ -430,6 +430,7 @@ def test_encoding_is_the_same_in_threads_and_other_processes(tmp_path):
         (None, r"no chat template; .* into the workdir.*=FILE or \?chat_template=plain"),
         ("{% for m in messages %}", "the chat template raises TemplateSyntaxError: Unexpected end"),
         ("{{ nothing.at_all }}", "the chat template raises UndefinedError: 'nothing' is undefined"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined; write a date into a copy"),
         ("{{ raise_exception('go away') }}", "the chat template raises TemplateError: go away"),
         ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "no special token after an answer"),
         (
