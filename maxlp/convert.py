@@ -42,6 +42,7 @@ needs memory for one file of 2 GB (open_clip: for a second copy of the model),
 and with --quantize for the codes, one byte each.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -304,8 +305,8 @@ def export_adapter(
       dtype: of the tensors; None takes that of the adapters, float32.
 
     Raises:
-      ValueError: no run, no such checkpoint, no adapters, a model that the format does not support, or an
-        output folder that is not empty.
+      ValueError: no run, no such checkpoint, no adapters, adapters of a model that others were merged into,
+        a model that the format does not support, or an output folder that is not empty.
     """
     _check_unused(output)
     c = run_dir.load_config(workdir)
@@ -318,6 +319,13 @@ def export_adapter(
             f"{workdir} was trained without adapters (train.lora.rank); drop --adapter to export the whole "
             "model"
         )
+    base = c.train.init_from
+    hub.commits.update(run_dir.hub_commits(workdir))
+    if _holds_adapters(base):
+        raise ValueError(
+            f"{workdir} has adapters of a model into which those of {base} were merged, which PEFT "
+            "cannot find by a name; drop --adapter to export the whole model"
+        )
     layout = weight_format.layout(model)
     texts = weight_format.config_files(model, lambda: _tokenizer_of(workdir))
     del texts[weight_format.config_file]  # with which the folder would be that of a whole model
@@ -327,12 +335,20 @@ def export_adapter(
         with weights.naming(workdir):
             tensors = weights.to_other(state["params"], peft.layout(layout))
         adapted = nnx.merge(graphdef, state["params"], state["model_state"])
-        base = c.train.init_from
-        commit = run_dir.hub_commits(workdir).get(base)
+        commit = hub.commits.get(base)
         name = base.removeprefix("hf:").partition("@")[0] if hub.is_id(base) else base
         texts[weights.ADAPTER_CONFIG] = peft.config(adapted, layout, name, commit)
         _write_missing(unfinished, texts)
         write_tensors(unfinished, tensors, dtype=dtype or "float32", weights=peft.WEIGHTS)
+
+
+def _holds_adapters(source: str) -> bool:
+    """Whether a run that started from these weights started from adapters merged into their model."""
+    if not hub.is_id(source):
+        return weights.holds_adapters(Path(source))
+    with contextlib.suppress(ValueError, ConnectionError):  # an export needs no network
+        return weights.holds_adapters(hub.fetch(source, ("config.json", weights.ADAPTER_CONFIG)))
+    return False
 
 
 def _format_of(workdir: Path, family: Family, name: str | None) -> tuple[str, WeightFormat]:

@@ -3248,12 +3248,14 @@ COMMANDS = [
         "families/test_peft.py",
         ("lora_alpha=adapter.scale * rank", "lora_alpha=adapter.scale"),
         ('("a", "lora_A"), ("b", "lora_B")', '("a", "lora_B"), ("b", "lora_A")'),
+        ("rank**0.5 if self._root else rank", "rank"),
     ),
     *_in(
         "convert.py",
         "families/test_peft.py",
         ("    del texts[weight_format.config_file]", "    "),
-        ("hub_commits(workdir).get(base)", "hub_commits(workdir).get(workdir)"),
+        ("hub.commits.get(base)", "hub.commits.get(workdir)"),
+        ("params, found.tokenizer_folder)", "params, found.folder)"),
     ),
     *_in(
         "convert.py",

@@ -10,7 +10,7 @@ import pytest
 from maxlp import convert
 from maxlp.run import run_dir
 from maxlp.run.pretrained import find
-from maxlp.runtime import files
+from maxlp.runtime import files, hub
 from maxlp.runtime.safetensors import Tensors
 from tests.commands import run_command
 from tests.pretrained import TEXTS, configured, save_run, write_llama
@@ -97,7 +97,9 @@ def test_the_folder_holds_the_tokenizer_but_no_model(base, tmp_path):
     }
 
 
-def test_a_base_of_the_hub_is_named_with_its_commit(base, tmp_path):
+def test_a_base_of_the_hub_is_named_with_its_commit(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "commits", {})
+    monkeypatch.setattr(hub, "fetch", lambda spec, patterns: base)
     run, _, _ = exported(base, tmp_path)
     c = run_dir.load_config(run)
     c.train.init_from = "hf:org/name@main"
@@ -140,12 +142,29 @@ def test_weights_from_an_adapter_are_the_merged_model(base, tmp_path):
         largest = np.abs(weight).max() + np.abs(model[name] - weight).max() * RANK
         atol = (2 * RANK + 2) * 2.0**-24 * largest
         np.testing.assert_allclose(found.tensors[name], weight, rtol=0, atol=atol)
+    (adapter / "chat_template.jinja").write_text("that of the adapter")
     c = configured(tmp_path / "next", adapter)
     assert c.train.init_from == c.data.tokenizer == str(adapter)
     convert.import_weights(adapter, tmp_path / "imported")
+    assert (tmp_path / "imported/chat_template.jinja").read_text() == "that of the adapter"
     convert.export_weights(tmp_path / "imported", tmp_path / "again")
     for name, weight in Tensors(tmp_path / "again").items():
         np.testing.assert_array_equal(weight, found.tensors[name])
+
+
+@pytest.mark.parametrize("of_hub", [False, True])
+def test_adapters_of_a_merged_model_are_not_exported_alone(of_hub, base, tmp_path, monkeypatch):
+    """PEFT, given the first adapters as their model, computes something else, and only warns."""
+    _, _, adapter = exported(base, tmp_path)
+    run, name = tmp_path / "next", "hf:org/adapter" if of_hub else str(adapter)
+    save_run(run, configured(run, adapter, train__lora__rank=RANK), trained)
+    monkeypatch.setattr(hub, "fetch", lambda spec, patterns: adapter)
+    c = run_dir.load_config(run)
+    c.train.init_from = name
+    run_dir.save_config(run, c)
+    with pytest.raises(ValueError, match=f"into which those of {name} were merged.*; drop --adapter"):
+        convert.export_adapter(run, tmp_path / "out")
+    convert.export_weights(run, tmp_path / "out")
 
 
 def test_an_adapter_without_a_tokenizer_has_that_of_its_model(base, tmp_path):
