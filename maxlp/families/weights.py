@@ -346,6 +346,11 @@ def _matched(
             wanted.add(name)
     unknown = [name for name in sorted(set(stored) - wanted) if not _is_redundant(name, tensors, layout)]
     if unknown:
+        if (other := layout.copies.get(unknown[0])) in tensors:
+            raise ValueError(
+                f"tensor {unknown[0]!r} differs from {other!r}, to which the config ties it; correct the "
+                "config (tie_word_embeddings=false), or remove the tensor"
+            )
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ValueError(f"tensor {unknown[0]!r} has no place in the model that the config describes{more}")
 
