@@ -2460,7 +2460,7 @@ RUN = [
         "run/replay.py",
         "run/test_replay.py",
         ("records[-config.lead - 1 :]", "records[-config.lead :]"),
-        ("norms[max(0, i - config.window) : i]", "norms[max(0, i - config.window) : i + 1]"),
+        ("if sigmas and i >= len(records) - config.lead - 1:", "if sigmas:"),
         ("spike_step - at.start))", "spike_step - at.start - 1))"),
         ('scatter="none",', ""),
     ),

@@ -10,6 +10,7 @@ repeats the losses of the run. If the spike does not recur in float32, low preci
 
 import dataclasses
 import itertools
+import math
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from maxlp.data.tokenizers import make_tokenizer
 from maxlp.monitoring import statistics
 from maxlp.monitoring.batch_statistics import batch_lines, batch_statistics, text_lines
 from maxlp.monitoring.spike_records import Crossing, first_to_cross
-from maxlp.monitoring.spikes import SpikeConfig
+from maxlp.monitoring.spikes import Detector, SpikeConfig
 from maxlp.parallel.batches import device_batches
 from maxlp.precision.recipes import RecipeOptions
 from maxlp.run import late_phase, run_dir
@@ -172,20 +173,16 @@ def first_to_stand_out(records: list[dict[str, Any]], config: SpikeConfig) -> Cr
     Searches the last `lead` + 1 steps. Of several tensors in one step it takes the one with the most
     standard deviations, which are the value of the `Crossing`.
     """
-    names = list(records[0]["grad_norms"]) if records else []
-    norms = np.array([[record["grad_norms"][name] for name in names] for record in records])
-    for i in range(max(0, len(records) - config.lead - 1), len(records)):
-        sigmas = np.zeros(len(names))
-        if i >= config.min_history:
-            before = norms[max(0, i - config.window) : i]
-            std = before.std(axis=0)
-            sigmas = (norms[i] - before.mean(axis=0)) / np.where(std > 0, std, np.inf)
-        sigmas = np.where(np.isfinite(norms[i]), sigmas, np.inf)
-        if (sigmas > config.threshold).any():
-            worst = int(np.argmax(sigmas))
-            others = int(np.isinf(sigmas).sum()) - 1  # not finite either
-            tensor = names[worst] + (f" and {counted(others, 'other')}" if others > 0 else "")
-            return Crossing(tensor, records[i]["step"], float(sigmas[worst]))
+    detectors = {name: Detector(config) for name in (records[0]["grad_norms"] if records else ())}
+    for i, record in enumerate(records):
+        norms = record["grad_norms"]
+        found = {name: of.observe(record["step"], norms[name]) for name, of in detectors.items()}
+        sigmas = {name: spike.sigmas for name, spike in found.items() if spike is not None}
+        if sigmas and i >= len(records) - config.lead - 1:
+            worst = max(sigmas, key=sigmas.__getitem__)
+            others = sum(map(math.isinf, sigmas.values())) - 1  # not finite either
+            tensor = worst + (f" and {counted(others, 'other')}" if others > 0 else "")
+            return Crossing(tensor, record["step"], sigmas[worst])
     return None
 
 

@@ -46,6 +46,14 @@ def test_gradients_that_are_not_finite_stand_out_however_short_the_replay():
     assert lines[1] == expected
 
 
+def test_gradients_that_overflowed_before_do_not_hide_the_first_to_stand_out():
+    steps = [{"step": i, "grad_norms": {"a": 1 + 0.1 * (i % 2), "b": 1 + 0.1 * (i % 3)}} for i in range(40)]
+    steps[20]["grad_norms"] = {"a": math.inf, "b": math.nan}  # of a step that the loss scale skipped
+    steps[38]["grad_norms"]["b"] = 3.0
+    first = replay.first_to_stand_out(steps, SpikeConfig())
+    assert (first.tensor, first.step) == ("b", 38) and 10 < first.value < math.inf
+
+
 def test_only_the_last_steps_are_examined():
     steps = [
         {"step": n, "loss": float(n), "rms": {"a": 2.0 if n in (5, 6) else 1.0}, "grad_norms": {"a": 1.0}}
