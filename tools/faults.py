@@ -3204,6 +3204,7 @@ COMMANDS = [
         "families/llama/likelihood.py",
         "families/llama/test_likelihood.py",
         ("encode(context.rstrip())", "encode(context)"),
+        ("if len(begin) >= len(whole):", "if False:"),
         ("ids[max(0, end - max_len) : begin + 1]", "ids[begin : begin + 1]"),
         ("part + part[-1:] * (size - len(part))", "part"),
         ("[-max_len - 1 :]", "[: max_len + 1]"),

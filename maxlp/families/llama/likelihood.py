@@ -4,6 +4,7 @@ Shape letters: B rows · S length.
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -32,12 +33,16 @@ def encode_pair(
 ) -> tuple[list[int], list[int]]:
     """The tokens of a context and those of its continuation.
 
-    White space at the end of the context moves to the continuation, as tokenizers join it with a word.
+    White space at the end of the context moves to the continuation, as tokenizers join it with a word. So
+    does a token that holds the end of the context and the whole continuation, such as `(A`.
 
     Args:
       encode: the tokens of a text from its beginning on, such as `encode_document`.
     """
     begin, whole = encode(context.rstrip()), encode(context + continuation)
+    if len(begin) >= len(whole):  # without a token, the continuation would seem certain
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begin, whole, strict=False))
+        begin = [token for token, _ in same]
     return begin, whole[len(begin) :]
 
 

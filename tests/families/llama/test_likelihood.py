@@ -112,6 +112,12 @@ def test_white_space_belongs_to_the_continuation(tokenizer):
         assert [*begin[1:], *rest] == tokenizer.encode(context + continuation).tolist()
 
 
+def test_a_continuation_that_joins_the_last_token_of_its_context_has_that_token():
+    ids = {"the (": [0, 1, 2], "the (A": [0, 1, 3], "the (AB": [0, 1, 3, 4]}
+    assert likelihood.encode_pair(ids.__getitem__, "the (", "A") == ([0, 1], [3])
+    assert likelihood.encode_pair(ids.__getitem__, "the (", "AB") == ([0, 1, 2], [4])
+
+
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
 def test_windows_score_each_token_once_with_the_most_context(tokenizer, length):
     text = "".join(chr(0x4E00 + i) for i in range(length))  # three tokens each
