@@ -23,6 +23,7 @@ product quadratic and breaks delayed scaling (Fishman et al. 2024, arXiv:2409.12
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -288,7 +289,8 @@ _OfLayers = Mapping[str, Mapping[str, float]]
 
 def _swiglu_line(stats: _OfLayers) -> str:
     layer = max(stats["corr_1"], key=lambda i: abs(stats["corr_1"][i]))
-    relative = {i: norm / stats["norm_median"][i] for i, norm in stats["norm_1"].items()}
+    medians = stats["norm_median"]  # 0 if most channels are zeros
+    relative = {i: norm / medians[i] if medians[i] else math.inf for i, norm in stats["norm_1"].items()}
     longest = max(relative, key=lambda i: relative[i])
     return (
         f"corr {stats['corr_1'][layer]:+.2f} in channel {stats['channel_1'][layer]:.0f}{_layer(layer)}, "

@@ -1,6 +1,7 @@
 """The statistics of quantized tensors, against those of a training step and against numpy."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,14 @@ def test_alignment_equals_numpy_and_finds_the_aligned_channel():
     assert text.startswith("corr -1.00 in channel 7 (layer 1), norm 1") and text.endswith(
         "× median (layer 1)"
     )
+
+
+def test_a_swiglu_of_which_most_channels_are_pruned_is_described():
+    gate, up = np.random.default_rng(0).normal(size=(2, 1, 64, 40)).astype(np.float32)
+    up[:, :, 10:] = 0.0
+    flat = health.flatten({"mlp": {f"swiglu/{k}": v for k, v in health.alignment(gate, up).items()}})
+    ((_, text),) = health.lines(flat)
+    assert re.fullmatch(r"corr .0\.\d\d in channel \d \(layer 0\), norm inf × median \(layer 0\)", text)
 
 
 def test_the_models_kernels_are_measured(llama):
