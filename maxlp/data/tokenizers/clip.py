@@ -34,8 +34,14 @@ class ClipTokenizer(HuggingFaceTokenizer):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # Unescaped twice, as by OpenAI: alt texts are often escaped twice. The tokenizer.json does
-        # the rest.
-        return super().encode(html.unescape(html.unescape(as_str(text))))
+        # the rest, but lowers each character by itself, so that no word would end in a final sigma.
+        text = html.unescape(html.unescape(as_str(text)))
+        return super().encode(text.lower() if self._lowers else text)
+
+    @cached_property
+    def _lowers(self) -> bool:
+        normalizer = self._tok.normalizer
+        return normalizer is not None and normalizer.normalize_str("A") == "a"
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:

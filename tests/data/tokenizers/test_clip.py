@@ -51,6 +51,7 @@ def test_clip_tokenizer_equals_a_slow_one(tmp_path):
         "The  cat's\n\tsinging and THE CATS",
         "a photo of 2020 things, isn't it?!  &amp;lt;b&amp;gt; &quot;café&quot;",
         "e\u0301té 漢字 🎉 ½ x_y <|endoftext|>",
+        "ΟΔΟΣ ΣΕ",
         "",
     ]:
         assert tok.encode(text).tolist() == slow_clip(text, merges), text
