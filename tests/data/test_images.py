@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import subprocess
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -201,9 +202,12 @@ def test_broken_images_are_reported():
             images.random_crop(images.open_image(jpeg[:cut]), 32, np.random.default_rng(0))
     with pytest.raises(BrokenExample, match=r"64 × 64 pixels are more than max_pixels=4095"):
         images.open_image(jpeg, 4095)
-    bomb = encoded(np.zeros((1, 1, 3), np.uint8)).replace(b"IHDR\0\0\0\1\0\0\0\1", b"IHDR\0\1\0\0\0\1\0\0")
-    with pytest.raises(BrokenExample):
-        images.open_image(bomb)
+    bomb = bytearray(encoded(np.zeros((1, 1, 3), np.uint8)))
+    bomb[16:24] = b"\0\1\0\0" * 2  # width and height in the header, before its checksum
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    with pytest.raises(BrokenExample, match="65536 × 65536 pixels are more than max_pixels=50000000"):
+        images.open_image(bytes(bomb))
+    assert images.open_image(bytes(bomb), 2**32).size == (2**16, 2**16)  # also beyond the limit of Pillow
     with pytest.raises(BrokenExample, match="20000 × 1 pixels are too narrow to be resized to 64"):
         images.eval_crop(images.open_image(encoded(np.zeros((1, 20000, 3), np.uint8))), 64)
 
