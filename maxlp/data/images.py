@@ -23,7 +23,6 @@ from maxlp.data.readers import BrokenExample
 
 # Pillow has decoders for some fifty formats, and one of them (EPS) runs Ghostscript on the file.
 FORMATS = ("JPEG", "PNG", "WEBP")
-Image.MAX_IMAGE_PIXELS = None  # the limit is that of `open_image`; Pillow's would come first if it is lower
 MAX_PIXELS = 50_000_000
 CROP_SCALE = (0.9, 1.0)  # fraction of the area, as in open_clip
 CROP_RATIO = (3 / 4, 4 / 3)  # width over height
@@ -63,8 +62,12 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
       BrokenExample: not an image in one of the `FORMATS`, or one with more than `max_pixels` pixels (a
         decompression bomb).
     """
+    if max_pixels > (Image.MAX_IMAGE_PIXELS or math.inf):
+        Image.MAX_IMAGE_PIXELS = max_pixels  # in this process; its own limit would come first
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise BrokenExample(str(error)) from None
     except Exception:  # decoders raise errors of any type on broken files
         raise BrokenExample(f"{len(data)} bytes are not a JPEG, PNG or WebP") from None
     if image.width * image.height > max_pixels:
