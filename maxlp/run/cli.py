@@ -316,7 +316,7 @@ def _reason(error: BaseException) -> str:
     given = (name for name in flags.FLAGS if flags.FLAGS[name].present)
     flag = next((f"--{name}=" for name in given if flags.FLAGS[name].value == error.filename), "")
     path = f"{flag}{error.filename}: " if error.filename else ""
-    advice = "; the same command resumes the run once this is solved" if _is_transient(error) else ""
+    advice = "; once this is solved, run the same command again" if _is_transient(error) else ""
     if error.errno == errno.EMFILE:
         advice = "; raise the limit of open files with `ulimit -n`"
     return f"{path}{error.strerror}{advice}"
