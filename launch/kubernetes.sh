@@ -38,6 +38,7 @@ shift
 manifest=launch/jobset_$kind.yaml
 advice="pods lose their own files when they restart; use a bucket, as in gs://bucket/run"
 if [[ $kind == gpu ]]; then advice+=", or a folder in /data"; fi
+if [[ " $*" != *" --workdir="* ]]; then die "--workdir=FOLDER is needed: $advice"; fi # not --workdir FOLDER
 for arg; do
   if [[ $arg != --workdir=* || $arg == --workdir=*://* ]]; then continue; fi
   while read -r folder; do

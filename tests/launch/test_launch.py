@@ -693,6 +693,8 @@ def test_a_workdir_that_a_restarted_pod_would_not_find_is_refused():
         assert ("as in gs://bucket/run, or a folder in /data; see" in out) == (kind is gpu)
     for workdir in ("/data/a run", "s3://b/run"):
         run("kubernetes.sh", *gpu, *end, f"--workdir={workdir}")
+    for other in ([], ["--workdir", "/tmp/run"], ["-workdir=/tmp/run"]):
+        assert "--workdir=FOLDER is needed: pods lose" in run("kubernetes.sh", *gpu, *end, *other, code=2)
 
 
 def test_flags_of_any_file_reach_the_hosts_of_a_tpu_pod(tmp_path):
