@@ -217,7 +217,7 @@ NOT_WRITTEN = "pkgutil.resolve_name('maxlp.runtime.checkpoint:NotWrittenError')"
         ("OSError(30, 'Read-only file system', '/w')", 2, "error: /w: Read-only file system"),
         # Launchers start again:
         ("OSError(24, 'Too many open files', '/w')", 2, "error: /w: Too many open files; raise"),
-        ("OSError(5, 'Input/output error', '/w')", 1, "error: /w: Input/output error; once this is solved, run"),
+        ("OSError(5, 'Input/output error', '/w')", 1, "error: /w: Input/output error; once this"),
         ("OSError(28, 'No space left on device', '/w')", 1, "error: /w: No space left on device; once"),
         ('RuntimeError("can\'t start new thread")', 1, "error: the system allows no more threads; raise"),
         ("TimeoutError('/w did not appear')", 1, "error: /w did not appear"),
