@@ -150,6 +150,7 @@ def make_plan(
         "unit": s.family.unit,
         "flops_per_unit": {"full": full, "causal": causal},
         "has": topology.chip.memory,
+        "not_timed": sorted(state.decompositions),
         "warnings": [
             *emulation.warnings(s, topology.chip.kind),
             *targets.warnings(nnx.to_pure_dict(s.params), s.optimizer),
@@ -342,8 +343,12 @@ def _time_lines(plan: dict[str, Any], source: str) -> list[str]:
             time_of_host, speed = "?", "at an unpublished speed"
         size = rounded(work["host"] / 1e9, 3)
         host = [f"  host    {time_of_host:>8}   {size} GB from and to its memory {speed}"]
+    not_timed = []
+    if plan["not_timed"]:
+        not_timed = [f"  without the optimizer's decompositions ({', '.join(plan['not_timed'])})"]
     return [
         "seconds per step at published speeds",
+        *not_timed,
         f"  compute {seconds['compute']:>8}   {flops} FLOPs, with recomputation",
         f"  {'':16}   (peak {chip['peak_bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16)",
         f"  memory  {seconds['memory']:>8}   about {rounded(work['bytes'] / 1e9, 3)} GB "

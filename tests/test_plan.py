@@ -24,7 +24,7 @@ from maxlp.run.config import ConfigError
 from maxlp.run.settings import read
 from tests.commands import run_command
 from tests.pretrained import write_llama
-from tests.run.fixtures import load
+from tests.run.fixtures import changed, load
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,6 +149,25 @@ def test_a_plan_warns_of_a_rank_that_is_cut():
     s = read(plan.with_placeholder_data(c))
     values = plan.make_plan(s, topologies.parse("h100:1x8"), compiles=False)
     assert "warning: optimizer.galore.rank=1536 is cut to the short side of 2 of 7" in plan.report(values)
+
+
+@pytest.mark.parametrize(
+    ("choices", "changes", "left_out"),
+    [
+        ("optimizer=soap", {}, ["eigh", "qr"]),
+        ("galore=8", {}, ["svd"]),
+        ("galore=8", {"optimizer.galore.basis": "randomized"}, ["eigh", "qr"]),
+        ("optimizer=muon", {}, []),
+        ("optimizer=adamw", {}, []),
+    ],
+)
+def test_a_plan_names_the_decompositions_that_its_time_leaves_out(choices, changes, left_out):
+    name, _, value = choices.partition("optimizer=")
+    s = read(changed(load("debug", name), changes | ({"optimizer.name": value} if value else {})))
+    values = plan.make_plan(s, topologies.parse("h100:1x1"), compiles=False)
+    assert values["not_timed"] == left_out
+    line = f"  without the optimizer's decompositions ({', '.join(left_out)})\n"
+    assert (line in plan.report(values)) == bool(left_out)
 
 
 @pytest.mark.parametrize("family", ["llama", "clip"])

@@ -19,7 +19,7 @@ from maxlp.parallel.by_layers import ORDER, num_filled
 from maxlp.parallel.opt_state import places
 from maxlp.parallel.sharding import abstract_mesh
 from maxlp.planning.hlo import Collective
-from maxlp.planning.jaxpr_flops import matmul_flops
+from maxlp.planning.jaxpr_flops import decompositions, matmul_flops
 from maxlp.precision import blocks, scatter
 from maxlp.precision.recipes import GEMMS
 from maxlp.run.experiment import assemble
@@ -34,10 +34,12 @@ class StateShapes:
       tree: on one mesh. On every mesh its parameters have the same partition specs, and the state of the
         optimizer those of `opt_state.places`.
       update_flops: FLOPs of the optimizer's matmuls in a step, of all layers once.
+      decompositions: those of the optimizer, see `jaxpr_flops.decompositions`; no closed form counts them.
     """
 
     tree: State
     update_flops: float = 0.0
+    decompositions: frozenset[str] = frozenset()
     _bytes: dict = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -230,7 +232,7 @@ def state_shapes(s: Settings, machine: Machine) -> StateShapes:
     if s.optimizer.kind.matmuls == "none" and s.optimizer.galore is None:
         return StateShapes(state)
     update = jax.make_jaxpr(run.tx.update)(state["params"], state["opt_state"], state["params"])
-    return StateShapes(state, matmul_flops(update.jaxpr))
+    return StateShapes(state, matmul_flops(update.jaxpr), decompositions(update.jaxpr))
 
 
 def add_update(flops: dict[str, float], s: Settings, machine: Machine, state: StateShapes, L: int) -> None:

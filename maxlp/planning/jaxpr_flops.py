@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a traced program's matmuls, without a compiler and on no mesh."""
+"""The matmuls and decompositions of a traced program, without a compiler and on no mesh."""
 
 import math
 
@@ -8,8 +8,8 @@ from jax.extend import core
 def matmul_flops(jaxpr: core.Jaxpr) -> float:
     """FLOPs of all matmuls; a multiply-add counts as two.
 
-    Of a `jax.lax.cond` the cheapest branch counts: in optimizers the others are rare. Decompositions, such
-    as an SVD, are not counted, and the body of a `jax.lax.while_loop` counts once.
+    Of a `jax.lax.cond` the cheapest branch counts: in optimizers the others are rare. What `decompositions`
+    names is not counted, and the body of a `jax.lax.while_loop` counts once.
     """
     total = 0.0
     for eqn in jaxpr.eqns:
@@ -23,3 +23,10 @@ def matmul_flops(jaxpr: core.Jaxpr) -> float:
         else:
             total += eqn.params.get("length", 1) * sum(inner)  # of a scan
     return total
+
+
+def decompositions(jaxpr: core.Jaxpr) -> frozenset[str]:
+    """The decompositions of matrices in a program, in branches too: of "eigh", "qr" and "svd"."""
+    inner = (decompositions(one) for eqn in jaxpr.eqns for one in core.jaxprs_in_params(eqn.params))
+    here = {eqn.primitive.name for eqn in jaxpr.eqns} & {"eigh", "qr", "svd"}
+    return frozenset(here).union(*inner)
