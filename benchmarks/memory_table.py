@@ -159,13 +159,13 @@ def compiled(plan: Plan) -> str:
     """The peak of the compiled step in GB, the smallest GPU, and by how much the closed form is off."""
     peak = plan["compiled"]["peak"]
     deviation = 100 * (plan["estimate"]["peak"] / peak - 1)
-    return f"{peak / 1e9:.1f}{smallest_gpu(peak)} {deviation:+.0f} %"
+    return f"{peak / 1e9:.1f}{smallest_gpu(plan['compiled']['needs'])} {deviation:+.0f} %"
 
 
-def smallest_gpu(peak: float) -> str:
-    """The nominal memory of the smallest GPU that has room for a peak, in brackets."""
+def smallest_gpu(needed: float) -> str:
+    """The nominal memory of the smallest GPU that has room for so many bytes, in brackets."""
     for gpu, nominal in zip(GPUS, (24, 80, 141), strict=True):
-        if peak <= topologies.parse(f"{gpu}:1x1").chip.memory:
+        if needed <= topologies.parse(f"{gpu}:1x1").chip.memory:
             return f" ({nominal})"
     return " (–)"
 

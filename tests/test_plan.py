@@ -293,7 +293,7 @@ def test_a_step_that_does_not_compile_is_one_line(monkeypatch):
 
 def timed(topology, work: Work, *collectives: Collective, full: float = 1.0) -> dict:
     """What a plan of 8 devices and 8 tokens a step says about time; ``full``: FLOPs per token."""
-    values = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, unit="tokens")
+    values: dict = dict(mesh={"fsdp": 8}, devices=8, units_per_step=8, unit="tokens", not_timed=[])
     values["flops_per_unit"] = {"full": full, "causal": full}
     values["chip"] = dataclasses.asdict(topology.chip) | {"peak_bfloat16": topology.chip.peak()}
     return values | {"compiled": plan.timing(values, work, collectives, topology, 1)}

@@ -3107,6 +3107,7 @@ PLANNING = [
         "planning/test_compiled.py",
         ('"G": 2**30', '"G": 10**9'),
         ("max(0, m.output_size_in_bytes - m.alias_size_in_bytes)", "m.output_size_in_bytes"),
+        ("self.reserved if self.preallocates else self.peak", "self.peak"),
     ),
     *_in(
         "planning/cost_model.py",

@@ -192,10 +192,10 @@ def measure(s: Settings) -> dict[str, Any]:
     before = peak_bytes(device)
     compiled = CompiledRun(resolve_settings(s, [device]))
     memories = (read_memory(program, device.platform) for program in compiled.programs)
-    memory = max(memories, key=lambda one: one.peak)
+    memory = max(memories, key=lambda one: one.needs)
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit and memory.peak > limit:
-        return {"refused": f"the program needs {memory.peak:.4g} of {limit:.4g} bytes"}
+    if limit and memory.needs > limit:
+        return {"refused": f"the program needs {memory.needs:.4g} of {limit:.4g} bytes"}
     batch = random_batch(compiled.run)
     seconds, metrics = compiled.time_steps(batch, STEPS, SECONDS)
     median = statistics.median(seconds)

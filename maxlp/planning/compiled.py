@@ -29,11 +29,12 @@ class Memory:
     Attributes:
       arguments: the state and the batch, which exist before and after the step.
       outputs: results that do not reuse the memory of an argument (metrics).
-      temporaries: what the step needs in addition, allocated as one block for its worst moment.
+      temporaries: what the step needs in addition, as one block with the gaps between its arrays.
       code: the program itself (TPU).
       live: the largest sum in use at one moment, where the compiler reports it; less than what it
         reserves.
       host: arguments and temporaries in the host's memory.
+      preallocates: whether a launch allocates the whole block of temporaries, as on GPUs.
     """
 
     arguments: float
@@ -42,11 +43,22 @@ class Memory:
     code: float = 0.0
     live: float = 0.0
     host: float = 0.0
+    preallocates: bool = False
 
     @property
     def peak(self) -> float:
         """Bytes in use at the worst moment, program included."""
-        return (self.live or self.arguments + self.outputs + self.temporaries) + self.code
+        return self.live + self.code if self.live else self.reserved
+
+    @property
+    def reserved(self) -> float:
+        """The peak and the gaps in the block of temporaries."""
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+    @property
+    def needs(self) -> float:
+        """Bytes that must be free for the step to run."""
+        return self.reserved if self.preallocates else self.peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +80,14 @@ class Compiled:
     seconds: float
     host_memory: float
 
+    @property
+    def needs(self) -> float:
+        """Bytes that must be free on one device, see `Memory.needs`."""
+        return self.peak if self.memory is None else self.memory.needs
+
     def fits(self, memory: float) -> bool:
         """Whether it runs in this many bytes; the compiler for GPUs does not refuse what is too large."""
-        return self.memory is not None and self.peak <= memory
+        return self.memory is not None and self.needs <= memory
 
 
 def compile_step(run: Experiment, hlo_file: str | None = None) -> Compiled:
@@ -127,6 +144,7 @@ def read_memory(done: jax.stages.Compiled, platform: str) -> Memory:
         code=m.generated_code_size_in_bytes,
         live=live,
         host=on_host + m.host_temp_size_in_bytes,
+        preallocates=platform in ("cuda", "gpu"),
     )
 
 

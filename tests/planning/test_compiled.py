@@ -2,6 +2,8 @@
 
 import functools
 import re
+import types
+from typing import Any
 
 import jax
 import pytest
@@ -269,6 +271,20 @@ def test_the_gradient_of_a_bias_stores_no_further_arrays(tmp_path):
     fusions = r" = (.*) fusion\(.*kind=k(?:Loop|Input).*transpose\(jvp\(visual\)\).*/mlp/"
     results = " ".join(re.findall(fusions, (tmp_path / "step.txt").read_text()))
     assert len(re.findall(r"bf16\[(?:256,50|12800),3072\]", results)) == 2
+
+
+def test_a_gpu_allocates_gaps_between_temporaries_too():
+    """Its temporaries are one block; for TPUs, the compiler refuses what does not fit."""
+    zero = dict.fromkeys(("generated_code", "host_argument", "host_temp"), 0)
+    sizes = dict(argument=60, output=61, alias=60, temp=75) | zero
+    stats = {f"{name}_size_in_bytes": n for name, n in sizes.items()}
+    analysis = types.SimpleNamespace(**stats, peak_memory_in_bytes=128)
+    done: Any = types.SimpleNamespace(memory_analysis=lambda: analysis)
+    for platform, needs in (("cuda", 136), ("gpu", 136), ("tpu", 128)):
+        memory = compiled.read_memory(done, platform)
+        step = compiled.Compiled(memory, memory.peak, [], {}, 1.0, 0.0)
+        assert (memory.peak, step.needs) == (128, needs)
+        assert step.fits(needs) and not step.fits(needs - 1)
 
 
 def test_the_size_of_a_refused_program_is_read():
