@@ -193,6 +193,14 @@ UPDATED = {
 for _name, _changes in UPDATED.items():
     _short = {"data.batch_size": 1, "data.seq_len": 2048, "model.attention": "flash"}
     PRESETS[_name] = "llama.8b", _short | BITS_8 | _changes
+# On several GPUs, short rows leave it to the end of the loss, when the head's gradient is scattered.
+SCATTERED: dict[str, dict[str, Any]] = {
+    "llama.8b, short rows": {},
+    "llama.8b, 8 bits, short rows": BITS_8,
+}
+for _name, _changes in SCATTERED.items():
+    _short = {"data.batch_size": 8, "data.seq_len": 2048, "model.attention": "flash"}
+    PRESETS[_name] = "llama.8b", _short | _changes
 PRESETS["clip.l14, offloaded"] = "clip.l14", {"data.batch_size": 256, "model.attention": "xla"} | OFFLOAD
 PRESETS["llama.8b, offloaded"] = "llama.8b", {"data.batch_size": 1, "model.attention": "flash"} | OFFLOAD
 _P8 = {"model.attention": "flash"} | PURE | BITS_8

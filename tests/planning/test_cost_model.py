@@ -77,6 +77,14 @@ def test_the_update_of_8_bit_moments_needs_what_is_estimated(name):
     assert peak == pytest.approx(PEAKS["h100:1x1"][name], rel=0.01)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", peaks.SCATTERED)
+def test_gradients_of_blocks_exist_while_that_of_the_head_is_scattered(name):
+    machine = topologies.parse("h200:1x8")
+    peak = peaks.estimated_peak(peaks.recorded(name, "cuda"), machine)
+    assert peak == pytest.approx(PEAKS["h200:1x8"][name], rel=0.01)
+
+
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_committed_plans(path):
     """1 to 512 devices, 7 to 405 billion parameters: the peak within 10 %, the state within 0.1 %."""

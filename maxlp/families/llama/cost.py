@@ -145,9 +145,9 @@ def sizes(s: Settings, machine: Machine) -> Sizes:
 def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str, float]:
     """Bytes of one device at the worst moment of a step, by what they hold.
 
-    Three moments compete: the loss of one chunk of the sequence, the backward pass of a block, and the
-    update, see `of_update`. (The CPU's compiler does not order its work for memory: a block's activations
-    take 1.45 times as much.)
+    Four moments compete: the loss of one chunk of the sequence, the end of the loss, see `of_scatter`,
+    the backward pass of a block, and the update, see `of_update`. (The CPU's compiler does not order its
+    work for memory: a block's activations take 1.45 times as much.)
     """
     s, mesh = sizes(settings, machine), abstract_mesh(machine.axes)
     held = held_state(settings, mesh, state) | {
@@ -162,6 +162,7 @@ def memory(settings: Settings, machine: Machine, state: StateShapes) -> dict[str
     fetched = max(state.offloaded_on(mesh) - sides, 0) / state.num_params
     moments = [
         forward | {"gradients": summed(s)} | rounded | of_loss(s),
+        forward | {"gradients": gradients(s)} | of_scatter(s),
         forward | {"gradients": gradients(s)} | block,
         {"gradients and updates": of_update(settings, s, held["parameters"], fetched)} | turning,
     ]
@@ -334,6 +335,21 @@ def of_loss(s: Sizes) -> dict[str, float]:
         return parts | {"head": (1.5 if s.platform == "tpu" else 3) * head * s.a}
     copies = 1 if s.platform == "tpu" else 1.5
     return parts | {"head": head * (copies * s.a + 4), "gradient of the blocks": tokens * s.D * s.a}
+
+
+def of_scatter(s: Sizes) -> dict[str, float]:
+    """Bytes at the end of the loss on several GPUs.
+
+    While the gradient of the head is scattered, XLA fills those of the blocks and, in float32, that of the
+    embedding with zeros.
+    """
+    if s.frozen or s.shards == 1 or s.platform not in ("cuda", "gpu"):
+        return {}
+    return {
+        "head": s.V * s.D * s.a / s.t,
+        "embedding's gradient": 4 * s.end,
+        "rounded weights": rounded_weights(s),
+    }
 
 
 def of_update(settings: Settings, s: Sizes, params: float, fetched: float) -> float:
