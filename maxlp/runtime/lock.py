@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import functools
 import json
 import os
 import platform
@@ -61,6 +60,7 @@ class WorkdirLock:
         self._descriptor: int | None = None
         self._held = False
         self._released = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="workdir lock", daemon=True)
         self._created: list[Path] = []  # folders; removed at the end if they are empty
         self._record = {
             "host": platform.node(),
@@ -76,7 +76,7 @@ class WorkdirLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor is None:
             return
-        self._released.set()
+        self._end_beats()
         if _is_at(self._descriptor, self._path) and self._is_mine():
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
@@ -132,10 +132,16 @@ class WorkdirLock:
             os.close(descriptor)
             raise
         self._held = True
+        self._beats.start()
+        os.register_at_fork(after_in_child=self._close_in_child)
         for directory in (self.workdir, self.workdir / "spikes"):
             remove_temporaries(directory)
-        os.register_at_fork(after_in_child=functools.partial(_close, descriptor))
-        threading.Thread(target=self._beat, name="workdir lock", daemon=True).start()
+
+    def _close_in_child(self) -> None:
+        """In a forked child, which would otherwise hold the lock when its parent is gone."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _write(self, count: int) -> None:
         """Writes in place: the kernel's lock belongs to this file, so that no other may replace it."""
@@ -162,6 +168,11 @@ class WorkdirLock:
         if not self._released.is_set() and not self._is_mine():
             print(f"error: another process has taken over {shown(self.workdir)}", file=sys.stderr)
             hard_exit(2)
+
+    def _end_beats(self) -> None:
+        """Waits for one that has begun, which would write to a lock that is released."""
+        self._released.set()
+        self._beats.join()
 
     def _beat(self) -> None:
         count = 0
@@ -211,12 +222,6 @@ def _open(path: Path) -> tuple[int, bool | None]:
         if _is_at(descriptor, path):
             return descriptor, locked
         os.close(descriptor)  # its holder deleted it at this moment
-
-
-def _close(descriptor: int) -> None:
-    """In a forked child, which would otherwise hold the lock when its parent is gone."""
-    with contextlib.suppress(OSError):
-        os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -368,7 +368,7 @@ class MirrorLock(lock.WorkdirLock):
                 raise
             logging.error("%s", error)  # what ends the run is another error
         finally:
-            self._released.set()
+            self._end_beats()
             self._held, self._mirror.holder = False, None
             if self._is_mine():
                 storage.remove(self._url)
@@ -398,11 +398,11 @@ class MirrorLock(lock.WorkdirLock):
         if not self._is_mine():
             raise ValueError(lock.in_use_message(self.workdir, lock.parse_holder(self._content())))
         self._held = True
+        self._beats.start()  # first, since to pull may take longer than others wait for a beat
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._mirror.pull()  # what the former holder has written since this process began
         self._mirror.holder = self
         self._mirror.start()
-        threading.Thread(target=self._beat, name="workdir lock", daemon=True).start()
 
     def _is_alive(self, holder: dict[str, Any] | None) -> bool:
         if holder and "started" in holder and holder["boot"] == self._record["boot"] and holder["started"]:

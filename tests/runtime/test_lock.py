@@ -244,3 +244,41 @@ def test_the_count_rises_while_the_lock_is_held(tmp_path):
         wait_until(lambda: (tmp_path / "lock").read_bytes() != first)
         time.sleep(0.02)
         assert json.loads((tmp_path / "lock").read_text())["count"] >= 1
+
+
+def test_a_beat_ends_before_the_lock_is_released(tmp_path, monkeypatch):
+    """It would truncate a closed file, or whatever has its descriptor by then."""
+    begun, pwrite = threading.Event(), os.pwrite
+
+    def slow(*arguments):
+        written = pwrite(*arguments)
+        if threading.current_thread().name == "workdir lock":
+            begun.set()
+            time.sleep(0.2)
+        return written
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    truncated, ftruncate = [], os.ftruncate
+    monkeypatch.setattr(os, "ftruncate", lambda *of: (truncated.append(of[0]), ftruncate(*of)))
+    with WorkdirLock(tmp_path) as held:
+        held.acquire()
+        assert begun.wait(60)
+    time.sleep(0.3)
+    assert len(truncated) >= 2 and len({*truncated}) == 1
+
+
+def test_a_process_forked_after_the_release_keeps_the_file_with_that_descriptor(tmp_path, monkeypatch):
+    in_child, descriptors, pwrite = [], [], os.pwrite
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: in_child.append(after_in_child))
+    monkeypatch.setattr(os, "pwrite", lambda *of: (descriptors.append(of[0]), pwrite(*of)))
+    with WorkdirLock(tmp_path) as held:
+        held.acquire()
+    with (tmp_path / "other").open("w") as other:
+        os.dup2(other.fileno(), descriptors[0])
+        try:
+            in_child[0]()
+            os.fstat(descriptors[0])
+        finally:
+            with contextlib.suppress(OSError):
+                if descriptors[0] != other.fileno():
+                    os.close(descriptors[0])

@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import signal
+import threading
+import time
 import types
 
 import pytest
@@ -386,3 +388,36 @@ def test_a_bucket_that_cannot_be_written_to_is_refused_and_stays_as_it_is(bucket
     with lock.open_lock(folder) as held, pytest.raises(PermissionError, match=message):
         held.acquire()
     assert names(bucket) == [] and not os.path.exists(folder)
+
+
+def test_a_beat_during_the_release_leaves_no_lock(bucket, monkeypatch):
+    begun, write = threading.Event(), storage.write
+
+    def slow(url, *arguments, **options):
+        if threading.current_thread().name == "workdir lock":
+            begun.set()
+            time.sleep(0.2)
+        write(url, *arguments, **options)
+
+    monkeypatch.setattr(storage, "write", slow)
+    with lock.open_lock(opened(bucket)) as held:
+        held.acquire()
+        assert begun.wait(60)
+    time.sleep(0.3)
+    assert lock.NAME not in storage.find(bucket)
+
+
+def test_the_count_rises_while_the_files_are_copied_from_the_bucket(bucket, monkeypatch):
+    """Gigabytes take longer than another machine waits for it."""
+    folder = opened(bucket)
+    counts = []
+
+    def slow(_):
+        counts.append(json.loads(storage.read(f"{bucket}/{lock.NAME}"))["count"])
+        time.sleep(0.5)
+        counts.append(json.loads(storage.read(f"{bucket}/{lock.NAME}"))["count"])
+
+    monkeypatch.setattr(mirror.Mirror, "pull", slow)
+    with lock.open_lock(folder) as held:
+        held.acquire()
+    assert counts[0] < counts[1]
