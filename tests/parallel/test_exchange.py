@@ -123,3 +123,19 @@ def test_sums_keep_the_dtype_of_the_gradients_and_errors_are_float32():
     sums, errors = exchanging("int8", data=8)(grads, zeros(grads))
     assert {x.dtype for x in jax.tree.leaves(sums)} == {jnp.dtype(jnp.bfloat16)}
     assert {x.dtype for x in jax.tree.leaves(errors)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_a_sum_loses_in_16_bits_is_in_the_errors_too(dtype):
+    """Errors are added to gradients in float32, and include the rounding of the result to its dtype."""
+    grads, run = gradients(5, 8, dtype), exchanging("int8", data=8)
+    errors = zeros(grads)
+    total = exact = jax.tree.map(lambda g: np.zeros(g.shape[1:]), grads)
+    add = functools.partial(jax.tree.map, lambda a, b: a + np.asarray(b, np.float64))
+    for _ in range(3):
+        sums, errors = run(grads, errors)
+        total = add(total, sums)
+        exact = add(exact, jax.tree.map(lambda g: np.asarray(g, np.float64).sum(axis=0), grads))
+    for got, error, want, g in zip(*map(jax.tree.leaves, (total, errors, exact, grads)), strict=True):
+        at_most = 3 * 8 * ROUNDING * np.abs(np.asarray(g, np.float64)).max()
+        np.testing.assert_allclose(got + error.sum(axis=0), want, rtol=0, atol=at_most)
