@@ -256,7 +256,7 @@ def test_the_state_of_the_guard_holds_every_finite_step():
     """Skipped ones too, each in a place of its own; a step that is not finite leaves it as it was."""
     guard = SkipGuard(SpikeConfig(guard="skip", window=4, min_history=2))
     state, expected = guard.init(), []
-    for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3):
+    for loss in (1.0, 1.1, 50.0, math.nan, 60.0, 1.2, 1.3, math.nan):
         metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(2 * loss)}
         accepted, state, _ = guard.accept(state, metrics)
         expected += [loss] if math.isfinite(loss) else []

@@ -128,6 +128,17 @@ def test_the_chain_of_a_config_multiplies_momentum_and_decay_by_gain_and_rate():
     np.testing.assert_allclose(params["kernel"], want, rtol=ROUNDING)
 
 
+def test_gradients_in_float16_keep_their_dtype_and_are_measured_in_float32():
+    """The square of 300, the norm, is not in float16."""
+    grads = [jnp.full((100,), 30.0, jnp.float16), jnp.full((100,), 2.0**-12, jnp.float16)]
+    for g, norm in zip(grads, (300.0, 10 * 2.0**-12), strict=True):
+        arguments = update_arguments({"kernel": g}, {"microbatch_grad_norm": jnp.float32(norm)})
+        assert float(arguments["square_of_mean"]) == pytest.approx(norm**2, rel=ROUNDING)
+        tx = scale_by_adascale(lambda _: 1.0, scale=4.0, samples=4)
+        update, _ = tx.update({"kernel": g}, tx.init({"kernel": g}), **arguments)
+        assert update["kernel"].dtype == jnp.float16
+
+
 def test_a_noisy_quadratic_needs_fewer_steps_and_ends_where_the_small_batch_does():
     """S = 8: steps of 8 samples, until as many small steps are counted as the small batch takes."""
     rng = np.random.default_rng(1)

@@ -95,6 +95,10 @@ FREE = dict(name="schedule_free_adamw")
             FREE | {"schedule": "cosine"},
             r"^schedule='cosine' cannot be combined with name='schedule_free_adamw': ",
         ),
+        (
+            FREE | {"schedule": "linear"},
+            r"^schedule='linear' cannot be combined with name='schedule_free_adamw': ",
+        ),
         (FREE | {"b1": 0.0}, r"^b1=0.0 cannot be combined with name='schedule_free_adamw': "),
         (
             FREE | {"offload": True},

@@ -98,6 +98,20 @@ def test_the_sample_does_not_depend_on_the_unit_of_the_input(factor):
     np.testing.assert_array_equal(rows / factor, expected.rows)
 
 
+def test_a_sample_has_at_least_one_token_and_may_lack_a_single_one():
+    assert sampling.sample(jnp.ones((2, 4, 16)), 0.1).index.shape == (2, 1)
+    assert sampling.sample(jnp.ones((100, 16)), 0.99).index.shape == (99,)
+    assert sampling.sample(jnp.ones((100, 16)), 0.999) is None
+
+
+def test_rows_in_16_bits_are_rounded_once():
+    x = jnp.asarray(arrays(1.0)[0], jnp.bfloat16)
+    rows, index = sampling.sample_sequence(x, 10, jax.random.key(0))
+    expected = sampling.sample_sequence(x.astype(jnp.float32), 10, jax.random.key(0))
+    np.testing.assert_array_equal(index, expected.index)
+    np.testing.assert_array_equal(rows, expected.rows.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_the_sample(value):
     x, _ = arrays(1.0)

@@ -114,6 +114,12 @@ REFUSED = {
             "cpu",
             "galore, low_bit",
         ),
+        (
+            {"precision.loss_scale.per_tensor": True, "optimizer.low_bit.nu": "dynamic8"},
+            1,
+            "cpu",
+            "galore, low_bit",
+        ),
         (ADASCALE | {"precision.loss_scale.per_tensor": True}, 1, "cpu", "adascale and param_rounding"),
         (
             BFLOAT16

@@ -247,6 +247,25 @@ def test_a_narrow_terminal_shows_what_fits(monkeypatch):
     assert read() == ["step 10/20  eval/loss 1", "step 11/20 eta 1:02:03", ""]
 
 
+@pytest.mark.parametrize(("columns", "shown"), [(22, "step 11/20"), (23, "step 11/20 eta 1:02:03")])
+def test_a_line_takes_all_columns_but_the_last(columns, shown, monkeypatch):
+    stream, read = terminal(columns, monkeypatch)
+    console = writers.ConsoleWriter(20, stream)
+    console.write(RECORD | {"step": 11})
+    console.close()
+    assert read() == [shown, ""]
+
+
+def test_numbers_of_at_least_1000_have_separators():
+    stream = io.StringIO()
+    values = {"eval/a": 1000.0, "eval/b": -20470.4, "health/layers/c": 999.4, "eval/d": -0.5}
+    writers.ConsoleWriter(20, stream).write({"step": 20, "time": 0.0} | values)
+    assert (
+        stream.getvalue()
+        == "step 20/20  eval/a 1,000  eval/b -20,470  health/layers/c 999.4  eval/d -0.5\n"
+    )
+
+
 def test_format_count():
     numbers = (0.0123, 7, 999.4, 999.6, 7144, 999_999, 1.5e9, 2e13)
     shown = ["0.0123", "7", "999", "1k", "7.14k", "1M", "1.5G", "2e+04G"]
