@@ -115,7 +115,8 @@ REFUSED = {
             "galore, low_bit",
         ),
         (
-            {"precision.loss_scale.per_tensor": True, "optimizer.low_bit.nu": "dynamic8"},
+            {"precision.loss_scale.per_tensor": True}
+            | {"optimizer.low_bit.mu": "dynamic8", "optimizer.low_bit.nu": "dynamic8"},
             1,
             "cpu",
             "galore, low_bit",

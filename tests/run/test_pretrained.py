@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from maxlp import convert
+from maxlp.data.tokenizers import make_tokenizer
 from maxlp.data.tokenizers.training import train_bpe
 from maxlp.families.clip import hf
 from maxlp.optim import eval_params
@@ -193,10 +194,24 @@ def test_the_same_tokenizer_from_another_file_or_learned_again_is_accepted(folde
         (tmp_path / "corpus" / f"{i}.txt").write_text(text)
     again = tmp_path / "again.json"
     again.write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1))
-    for i, spec in enumerate((f"bpe:{TOKENS}", str(again), f"{folder}/tokenizer.json?eos=<|end_of_text|>")):
+    others = f"{folder}/tokenizer.json?eos=<|end_of_text|>", f"{again}?eos=<|pad|>"
+    for i, spec in enumerate((f"bpe:{TOKENS}", str(again), *others)):
         workdir = tmp_path / f"run{i}"
         workdir.mkdir()
         prepare_tokenizer(settings(tmp_path, folder, spec), workdir)
+
+
+def test_a_file_of_the_same_tokens_with_another_end_of_text_is_refused(folder, tmp_path):
+    run, again = tmp_path / "weights", tmp_path / "again.json"
+    c = configured(tmp_path, folder)
+    with c.unlocked():
+        c.data.tokenizer += "?eos=<|pad|>"
+    save_run(run, c)
+    again.write_text(json.dumps(json.loads((folder / "tokenizer.json").read_text()), indent=1))
+    same, other = (f"{again}?eos={name}" for name in ("<|pad|>", "<|end_of_text|>"))
+    pretrained.check_tokenizer(str(run), same, make_tokenizer(same))
+    with pytest.raises(ConfigError, match="is not the tokenizer"):
+        pretrained.check_tokenizer(str(run), other, make_tokenizer(other))
 
 
 @pytest.mark.parametrize("spec", ["bpe:512", "{tmp}/large.json"])

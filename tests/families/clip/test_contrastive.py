@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlp.families.clip import contrastive
 from maxlp.families.clip.contrastive import LOSSES, METHODS, ContrastiveConfig, contrastive_sums
 from maxlp.parallel import sharding
 
@@ -144,6 +145,13 @@ def test_meshes_equal_one_device(one_device, mesh):
     for key in want:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), got[key], want[key])
         assert got[key][0][1]["correct"] == want[key][0][1]["correct"]
+
+
+@pytest.mark.parametrize(("B", "axes"), [(8, ("fsdp", "tensor")), (4, ("fsdp",)), (6, ()), (9, ())])
+def test_leading_axes_split_the_pairs_up_to_the_first_that_does_not_divide_them(B, axes):
+    with jax.set_mesh(sharding.make_mesh(fsdp=4, tensor=2)):
+        assert contrastive._axes(B) == axes
+    assert contrastive._axes(B) == ()
 
 
 @pytest.mark.parametrize("B", [12, 9])
