@@ -77,9 +77,8 @@ def _exchange(gradient: jax.Array, error: jax.Array, to: Format) -> tuple[jax.Ar
     rounded = quantize(sum_BE, to, "row", (1,))
     sum_RBE = dequantize(_send(rounded, functools.partial(jax.lax.all_gather, axis_name=AXIS)), jnp.float32)
     result_BE = dequantize(rounded, jnp.float32)
-    if (
-        gradient.dtype != jnp.float32
-    ):  # XLA would drop a cast and its inverse without a barrier between them
+    if gradient.dtype != jnp.float32:
+        # Without a barrier XLA would drop a cast and its inverse.
         result_BE = jax.lax.optimization_barrier(result_BE.astype(gradient.dtype)).astype(jnp.float32)
     lost_RBE = jnp.where(is_mine, sum_BE - result_BE, x_RBE - dequantize(sent, jnp.float32))
     total, lost = (a.ravel()[:n].reshape(shape) for a in (sum_RBE, lost_RBE))

@@ -172,7 +172,8 @@ class WorkdirLock:
     def _end_beats(self) -> None:
         """Waits for one that has begun, which would write to a lock that is released."""
         self._released.set()
-        self._beats.join()
+        if self._beats.is_alive():
+            self._beats.join()
 
     def _beat(self) -> None:
         count = 0
