@@ -112,7 +112,7 @@ CORE = [
         "parallel/exchange.py",
         "parallel/test_exchange.py",
         ("x = (gradient.astype(jnp.float32) + error).ravel()", "x = gradient.astype(jnp.float32).ravel()"),
-        ("is_mine, sum_BE - dequantize(rounded, jnp.float32), x_RBE", "is_mine, 0.0, x_RBE"),
+        ("is_mine, sum_BE - result_BE, x_RBE", "is_mine, 0.0, x_RBE"),
         ("(0, -n % (replicas * BLOCK))", "(0, -n % replicas * BLOCK)"),
     ),
     *_in(
