@@ -279,3 +279,10 @@ def test_stacked_values_of_a_scan_lose_nothing_to_a_small_scale():
 
     got = scalify(shrinking)(Scaled(rows, jnp.int32(-6)))
     np.testing.assert_array_equal(unscale(got), np.outer(2.0 ** np.array([-6, -12, -24]), np.ones(4)))
+
+
+@pytest.mark.parametrize("exponent", [-3, -2, 4, 5])
+@pytest.mark.parametrize("root", [jax.lax.sqrt, jax.lax.rsqrt])
+def test_roots_of_odd_and_even_exponents(root, exponent):
+    x = Scaled(jnp.asarray([1.0, 1.25, 1.75]), jnp.int32(exponent))
+    np.testing.assert_allclose(unscale(scalify(root)(x)), root(unscale(x)), rtol=1e-6)
