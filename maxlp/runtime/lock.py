@@ -76,7 +76,8 @@ class WorkdirLock:
     def __exit__(self, *_: object) -> None:
         if self._descriptor is None:
             return
-        self._end_beats()
+        self._released.set()
+        self._beats.join()  # a beat that has begun would write to the closed file
         if _is_at(self._descriptor, self._path) and self._is_mine():
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
@@ -127,12 +128,12 @@ class WorkdirLock:
                 time.sleep(SETTLE_SECONDS)
                 if not self._is_mine():
                     raise ValueError(in_use_message(self.workdir, parse_holder(_read(descriptor))))
+            self._beats.start()
         except BaseException:
             self._descriptor = None
             os.close(descriptor)
             raise
         self._held = True
-        self._beats.start()
         os.register_at_fork(after_in_child=self._close_in_child)
         for directory in (self.workdir, self.workdir / "spikes"):
             remove_temporaries(directory)
@@ -168,12 +169,6 @@ class WorkdirLock:
         if not self._released.is_set() and not self._is_mine():
             print(f"error: another process has taken over {shown(self.workdir)}", file=sys.stderr)
             hard_exit(2)
-
-    def _end_beats(self) -> None:
-        """Waits for one that has begun, which would write to a lock that is released."""
-        self._released.set()
-        if self._beats.is_alive():
-            self._beats.join()
 
     def _beat(self) -> None:
         count = 0

@@ -368,7 +368,8 @@ class MirrorLock(lock.WorkdirLock):
                 raise
             logging.error("%s", error)  # what ends the run is another error
         finally:
-            self._end_beats()
+            self._released.set()
+            self._beats.join()  # a beat that has begun would write the lock again
             self._held, self._mirror.holder = False, None
             if self._is_mine():
                 storage.remove(self._url)
@@ -397,8 +398,8 @@ class MirrorLock(lock.WorkdirLock):
             raise ValueError(f"{self._url} cannot be written: {error}") from error
         if not self._is_mine():
             raise ValueError(lock.in_use_message(self.workdir, lock.parse_holder(self._content())))
-        self._held = True
         self._beats.start()  # first, since to pull may take longer than others wait for a beat
+        self._held = True
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._mirror.pull()  # what the former holder has written since this process began
         self._mirror.holder = self
